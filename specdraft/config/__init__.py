@@ -1,0 +1,1 @@
+"""Hydra's side: schemas, the configs folder, and conversion to the owners' dataclasses."""

@@ -1,0 +1,1 @@
+"""Plain data types, draft trees and errors that every other package builds on."""

@@ -1,0 +1,132 @@
+"""Draft trees: which node continues which, at which rank, and the masks and paths that follow. Pure functions of shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from specdraft.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A fixed tree of N drafted nodes under the root (the last emitted token), in breadth-first order.
+
+    parents[i] is the index of node i's parent among the drafted nodes, -1 for the root; parents[i] < i.
+    ranks[i] says which of the parent's continuations node i is: 0 the most likely, 1 the second, ...
+    A chain of K tokens is the tree with parents (-1, 0, ..., K-2) and ranks 0.
+
+    Row and column 0 of the tensors below stand for the root, i + 1 for node i.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.ranks):
+            raise ConfigError(f"decode.tree: parents and ranks differ in length, got {len(self.parents)} and {len(self.ranks)}")
+        depths = self.depths
+        for i, parent in enumerate(self.parents):
+            if not -1 <= parent < i:
+                raise ConfigError(f"decode.tree: a node must come after its parent, got parent {parent} of node {i}")
+            if i and depths[i] < depths[i - 1]:
+                raise ConfigError("decode.tree: nodes must be in breadth-first order; sort the paths by length")
+        if len(set(zip(self.parents, self.ranks, strict=True))) != len(self.parents):
+            raise ConfigError("decode.tree: two nodes are the same continuation of one parent; remove one")
+
+    @classmethod
+    def chain(cls, num_draft_tokens: int) -> DraftTree:
+        """The tree of one path of ``num_draft_tokens`` nodes."""
+        return cls(tuple(range(-1, num_draft_tokens - 1)), (0,) * num_draft_tokens)
+
+    @classmethod
+    def from_paths(cls, paths: list[list[int]]) -> DraftTree:
+        """A tree from its paths of ranks, as in Medusa's choices: ``[[0], [1], [0, 0]]``. Every prefix must be present."""
+        order = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
+        index = {path: i for i, path in enumerate(order)}
+        parents = []
+        for path in order:
+            if not path or min(path) < 0:
+                raise ConfigError(f"decode.tree: a path is a non-empty list of ranks from 0, got {list(path)}")
+            if len(path) > 1 and path[:-1] not in index:
+                raise ConfigError(f"decode.tree: the path {list(path)} lacks its parent; add {list(path[:-1])}")
+            parents.append(index[path[:-1]] if len(path) > 1 else -1)
+        return cls(tuple(parents), tuple(path[-1] for path in order))
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of every node; children of the root have depth 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def max_depth(self) -> int:
+        """Number of drafted tokens on the longest path (0 for an empty tree)."""
+        return self.depths[-1] if self.depths else 0
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """True when every node continues the one before it."""
+        return self.parents == tuple(range(-1, len(self) - 1))
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Node indices by depth: ``levels[0]`` are the children of the root."""
+        return tuple(
+            tuple(i for i, d in enumerate(self.depths) if d == depth) for depth in range(1, self.max_depth + 1)
+        )
+
+    @cached_property
+    def max_rank(self) -> int:
+        """Highest rank used by any node."""
+        return max(self.ranks, default=0)
+
+    def paths(self) -> list[list[int]]:
+        """Ranks from the root to every node, in node order; inverse of ``from_paths``."""
+        result: list[list[int]] = []
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            result.append([*(result[parent] if parent >= 0 else []), rank])
+        return result
+
+    def truncate(self, max_depth: int) -> DraftTree:
+        """The nodes of depth at most ``max_depth``."""
+        keep = sum(1 for d in self.depths if d <= max_depth)
+        return DraftTree(self.parents[:keep], self.ranks[:keep])
+
+    def ancestor_mask(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[N+1, N+1]`` bool, True where the column's node is the row's node or one of its ancestors (root included)."""
+        size = len(self) + 1
+        mask = torch.zeros(size, size, dtype=torch.bool)
+        mask[:, 0] = True
+        for i, parent in enumerate(self.parents):
+            mask[i + 1] = mask[parent + 1]
+            mask[i + 1, i + 1] = True
+        return mask.to(device)
+
+    def depth_tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[N+1]`` int64: 0 for the root, then the depth of every node."""
+        return torch.tensor((0, *self.depths), dtype=torch.int64, device=device)
+
+    def path_table(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[N+1, max_depth+1]`` int64: rows (root first) from the root to each node, padded with the node's own row."""
+        rows = [[0] * (self.max_depth + 1)]
+        for i, depth in enumerate(self.depths):
+            row = rows[self.parents[i] + 1][:depth] + [i + 1]
+            rows.append(row + [i + 1] * (self.max_depth + 1 - len(row)))
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens of one decoded row. tokens: ``[1, N]`` int64, node i of ``tree``; siblings hold distinct tokens."""
+
+    tokens: Tensor
+    tree: DraftTree

@@ -1,0 +1,1 @@
+"""The speculative decoder: cache, proposers, verification, engine."""

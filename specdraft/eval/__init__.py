@@ -1,0 +1,1 @@
+"""Acceptance and speed on held-out prompts, and their report."""

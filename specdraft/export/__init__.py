@@ -1,0 +1,1 @@
+"""Heads to and from the Hub and the serving engines."""

@@ -1,0 +1,136 @@
+"""The contract of a draft head and the registry of kinds. A kind is one file here and one YAML under configs/head."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from specdraft.core.errors import ConfigError
+from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, TargetSpec, Unembedding
+from specdraft.heads._config import HeadConfig
+from specdraft.heads._vocab import DraftVocab
+
+C = TypeVar("C", bound=type[HeadConfig])
+
+_REGISTRY: dict[str, type[HeadConfig]] = {}
+
+
+def register_head(kind: str) -> Callable[[C], C]:
+    """Class decorator that enters a config class under the name its YAML gives as ``kind``."""
+
+    def enter(config_class: C) -> C:
+        if kind in _REGISTRY:
+            raise ValueError(f"two head kinds are registered as {kind!r}")
+        _REGISTRY[kind] = config_class
+        return config_class
+
+    return enter
+
+
+@cache
+def head_kinds() -> dict[str, type[HeadConfig]]:
+    """Every registered kind and its config class, found by importing each module of this package."""
+    package = importlib.import_module("specdraft.heads")
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.name.startswith("_"):
+            importlib.import_module(f"specdraft.heads.{module.name}")
+    return dict(sorted(_REGISTRY.items()))
+
+
+def head_config(kind: str, settings: dict[str, Any]) -> HeadConfig:
+    """The config of ``kind`` with ``settings``.
+
+    Raises:
+        ConfigError: no such kind, or a setting that the kind does not have.
+    """
+    kinds = head_kinds()
+    if kind not in kinds:
+        raise ConfigError(f"head.kind: no such head, got {kind!r}; use one of {', '.join(kinds)}")
+    unknown = sorted(set(settings) - {f for f in kinds[kind].__dataclass_fields__})
+    if unknown:
+        raise ConfigError(f"head.{unknown[0]}: no such setting of {kind}, got {settings[unknown[0]]!r}; remove it")
+    return kinds[kind](**{**settings, "kind": kind})
+
+
+class DraftHead(nn.Module, ABC):
+    """A trainable predictor of the tokens after the target's own next token.
+
+    ``state_dict()`` holds the trained weights and the draft-vocabulary map only: the target's embedding and lm_head
+    are passed in. ``forward`` is the training entry (the only one that DDP and FSDP see), ``propose`` the decoding one,
+    and both must give the same tokens for the same prefix.
+    """
+
+    def __init__(self, config: HeadConfig, spec: TargetSpec) -> None:
+        super().__init__()
+        self.config = config
+        self.spec = spec
+        self.vocab = DraftVocab(spec.vocab_size, config.draft_vocab_size) if config.draft_vocab_size else None
+        self._selected: tuple[Tensor, Unembedding] | None = None
+
+    @abstractmethod
+    def features(self) -> FeatureRequest:
+        """Hidden states the target must capture for this head."""
+
+    @abstractmethod
+    def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
+        """Every draft depth at every anchor: K steps of hidden ``[N, H']`` with offsets 2, 3, ..., K + 1."""
+
+    @abstractmethod
+    def init_state(self, max_length: int, tree: DraftTree, unembed: Unembedding) -> Any:
+        """State of one decoded row of at most ``max_length`` positions that drafts ``tree``; opaque to the decoder.
+
+        Raises:
+            ConfigError: the head cannot draft a tree of this depth or rank.
+        """
+
+    @abstractmethod
+    def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
+        """Takes in what the target committed and drafts the tokens of ``tree``.
+
+        ``tree`` is the tree of ``init_state`` or that tree truncated to a smaller depth of at least 1. Nothing is copied
+        to the host. What an earlier call drafted and the target rejected leaves no trace.
+        """
+
+    def draft_unembedding(self, unembed: Unembedding) -> Unembedding:
+        """The target's unembedding over the draft vocabulary; selected once per target weight, then kept."""
+        if self.vocab is None:
+            return unembed
+        if self._selected is None or self._selected[0] is not unembed.weight:
+            self._selected = (unembed.weight, unembed.select(self.vocab.draft_token_ids()))
+        return self._selected[1]
+
+    def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
+        """Called once before training, after the draft vocabulary is set: copy what starts from the target's weights."""
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft-vocabulary ids -> target token ids, any shape, int64."""
+        return draft_ids if self.vocab is None else self.vocab.to_target(draft_ids)
+
+    def check_depth(self, tree: DraftTree) -> None:
+        """Raises ConfigError when ``tree`` is deeper than the head was trained for or ranks beyond its vocabulary."""
+        if tree.max_depth > self.config.num_draft_tokens:
+            raise ConfigError(
+                f"decode.tree: deeper than the head drafts ({self.config.num_draft_tokens}), got depth {tree.max_depth}; "
+                "use a shallower tree"
+            )
+        size = self.config.draft_vocab_size or self.spec.vocab_size
+        if tree.max_rank >= size:
+            raise ConfigError(f"decode.tree: rank beyond the draft vocabulary of {size}, got {tree.max_rank}; lower it")
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the head's weights."""
+        return next(self.parameters()).dtype

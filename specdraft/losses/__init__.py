@@ -1,0 +1,1 @@
+"""Alignment of drafts with labels and teacher, loss terms and training metrics."""
