@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specdraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specdraft.core.types import TargetSpec
+    from specdraft.heads.base import DraftHead
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,3 +35,11 @@ class HeadConfig:
             raise ConfigError(
                 f"head.draft_vocab_size: must be at least 2 or null, got {self.draft_vocab_size}; use null or e.g. 8192"
             )
+
+    def build(self, spec: TargetSpec) -> DraftHead:
+        """The untrained head for a target; every kind overrides this.
+
+        Raises:
+            ConfigError: the settings do not fit the target.
+        """
+        raise ConfigError(f"head.kind: names no head, got {self.kind!r}; choose one with head=<kind>")

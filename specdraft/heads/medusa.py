@@ -1,0 +1,124 @@
+"""Medusa heads: K independent residual predictors on the target's last hidden state, drafted in one parallel pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdraft.core.errors import ConfigError
+from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, TargetSpec, Unembedding
+from specdraft.heads._config import HeadConfig
+from specdraft.heads.base import DraftHead, register_head
+
+
+# docs: start-head
+@register_head("medusa")
+@dataclass(slots=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """Settings of Medusa-1 heads."""
+
+    num_layers: int = 1
+    """Residual blocks per head; each has weights of its own."""
+    shared_lm_head: bool = True
+    """True: all heads use the target's frozen lm_head. False: each head trains a copy of it (the original layout)."""
+
+    def __post_init__(self) -> None:
+        HeadConfig.__post_init__(self)
+        if self.num_layers < 1:
+            raise ConfigError(f"head.num_layers: must be at least 1, got {self.num_layers}; use 1")
+
+    def build(self, spec: TargetSpec) -> MedusaHead:
+        """A head with random residual branches that start at zero, so that it first repeats the target's own logits."""
+        return MedusaHead(self, spec)
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)`` with W = b = 0 at the start (Medusa, section 3.1)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., H]`` -> ``[..., H]``."""
+        return x + nn.functional.silu(self.linear(x))
+
+
+class MedusaHead(DraftHead):
+    """p_k(. | h_t) = softmax(U r_k(h_t)) predicts token t + k + 2 (k from 0), with r_k the k-th stack of blocks.
+
+    U is the target's lm_head, or one per head. Source: Cai et al. 2024 (Medusa), section 3.1, equation 1.
+    """
+
+    def __init__(self, config: MedusaConfig, spec: TargetSpec) -> None:
+        super().__init__(config, spec)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(spec.hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_draft_tokens)
+        )
+        rows = config.draft_vocab_size or spec.vocab_size
+        count = 0 if config.shared_lm_head else config.num_draft_tokens
+        self.lm_heads = nn.ModuleList(nn.Linear(spec.hidden_size, rows, bias=False) for _ in range(count))
+
+    def features(self) -> FeatureRequest:
+        """Only the last hidden state."""
+        return FeatureRequest()
+
+    def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
+        """Unshared lm_heads start as the target's rows."""
+        for lm_head in self.lm_heads:
+            lm_head.weight.data.copy_(self.draft_unembedding(unembed).weight)
+
+    def _unembed(self, depth: int, shared: Unembedding) -> Unembedding:
+        """The unembedding of head ``depth``; ``shared`` is the target's over the draft vocabulary."""
+        if not len(self.lm_heads):
+            return shared
+        return Unembedding(self.lm_heads[depth].weight, shared.bias, shared.scale, shared.softcap)
+
+    def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
+        """See DraftHead: step k has offset k + 2."""
+        hidden = batch.features.last_hidden.flatten(0, 1).index_select(0, batch.anchors).to(self.dtype)
+        shared = self.draft_unembedding(unembed)
+        return [DraftStep(block(hidden), k + 2, self._unembed(k, shared)) for k, block in enumerate(self.blocks)]
+
+    def init_state(self, max_length: int, tree: DraftTree, unembed: Unembedding) -> MedusaState:
+        """Medusa keeps nothing between steps but the target's unembedding."""
+        self.check_depth(tree)
+        return MedusaState(self.draft_unembedding(unembed))
+
+    def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
+        """All depths from the last committed state; node of depth k and rank r is head k's r-th token."""
+        hidden = context.features.last_hidden[:, -1].to(self.dtype)
+        levels = tree.levels
+        drafted = torch.cat([block(hidden) for block in self.blocks[: len(levels)]])
+        if self.lm_heads:
+            logits = torch.cat([self._unembed(k, state.unembed)(drafted[k : k + 1]) for k in range(len(levels))])
+        else:
+            logits = state.unembed(drafted)
+        ranked = logits.topk(tree.max_rank + 1, dim=-1).indices if tree.max_rank else logits.argmax(-1, keepdim=True)
+        depths, ranks = state.node_index(tree, logits.device)
+        return Proposal(self.to_target_ids(ranked[depths, ranks])[None], tree)
+
+
+# docs: end-head
+
+
+class MedusaState:
+    """Decoding state of one row: the unembedding, and where each node of a tree stands in the table of ranked tokens."""
+
+    def __init__(self, unembed: Unembedding) -> None:
+        self.unembed = unembed
+        self._index: dict[DraftTree, tuple[Tensor, Tensor]] = {}
+
+    def node_index(self, tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``[N]`` int64 each: the depth (from 0) and the rank of every node."""
+        if tree not in self._index:
+            depths = torch.tensor(tree.depths, device=device) - 1
+            self._index[tree] = (depths, torch.tensor(tree.ranks, device=device))
+        return self._index[tree]

@@ -1,0 +1,189 @@
+"""A head on disk: config.json and model.safetensors in one folder, written atomically and read strictly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specdraft.core.errors import CheckpointError, ConfigError
+from specdraft.core.types import TargetSpec
+from specdraft.heads.base import DraftHead, head_config
+
+FORMAT = 1
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+
+
+def save_head(head: DraftHead, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
+    """Writes ``head`` to ``folder``, replacing a head that is there; a kill at any moment leaves the old or the new one.
+
+    config.json holds the format version, the kind, its settings and the target's spec; ``extra`` adds keys of the run
+    (data, training) that the head itself does not need.
+
+    Raises:
+        CheckpointError: the files cannot be written (disk full, no permission); what was there is untouched.
+    """
+    folder = Path(folder)
+    config = {
+        **(extra or {}),
+        "model_type": "specdraft",
+        "format": FORMAT,
+        "kind": head.config.kind,
+        "head": asdict(head.config),
+        "target": asdict(head.spec),
+        "dtype": str(head.dtype).removeprefix("torch."),
+    }
+    tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            save_file(tensors, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+            (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+            for path in temporary.iterdir():
+                _sync(path)
+            temporary.chmod(0o755)
+            _swap(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"head: could not be saved, got {folder} ({error}); free space or choose another output_dir"
+        ) from error
+    return folder
+
+
+def _sync(path: Path) -> None:
+    """Forces a file's bytes to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Puts ``new`` in the place of ``folder``. A folder cannot be replaced in one call, so the old one is moved first."""
+    old = folder.with_name(f".{folder.name}-old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def resolve_head(source: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a head given as folder or Hub id (downloaded: config, weights, results only).
+
+    Raises:
+        CheckpointError: neither a folder with a head nor a Hub repository that can be reached.
+    """
+    folder = Path(source)
+    recovered = folder.with_name(f".{folder.name}-old")
+    if not folder.exists() and (recovered / CONFIG_NAME).is_file():
+        folder = recovered  # a kill fell between the two renames of ``_swap``
+    if (folder / CONFIG_NAME).is_file():
+        return folder
+    if folder.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        raise CheckpointError(f"head: no {CONFIG_NAME} there, got {source}; give the folder of a head or a Hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(
+            snapshot_download(
+                str(source), revision=revision, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME, "results.json", "README.md"]
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"head: neither a folder nor a reachable Hub id, got {source} ({reason}); check the name and the network"
+        ) from error
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """config.json of a head's folder, with its format checked.
+
+    Raises:
+        CheckpointError: missing, torn, or not written by specdraft.
+    """
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"head: {CONFIG_NAME} cannot be read, got {folder} ({error}); save the head again") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT or not {"kind", "head", "target"} <= set(config):
+        raise CheckpointError(f"head: not a specdraft head of format {FORMAT}, got {folder}; import or save it again")
+    return config
+
+
+def load_head(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> DraftHead:
+    """The head in a folder or Hub repository, in eval mode; dtype None keeps the saved one.
+
+    Raises:
+        CheckpointError: a file is missing, torn, or holds other tensors than the head's own, no more and no less.
+    """
+    folder = resolve_head(source, revision)
+    config = read_head_config(folder)
+    try:
+        settings = {key: value for key, value in config["head"].items() if key != "kind"}
+        head_settings = head_config(config["kind"], settings)
+        target = {key: tuple(v) if key == "eos_token_ids" else v for key, v in config["target"].items()}
+        head = head_settings.build(TargetSpec(**target))
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"head: {CONFIG_NAME} does not describe a head, got {folder} ({error}); save it again") from error
+    try:
+        tensors = load_file(folder / WEIGHTS_NAME)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"head: {WEIGHTS_NAME} is missing or torn, got {folder} ({error}); use another checkpoint"
+        ) from error
+    load_tensors(head, tensors, folder)
+    return head.to(device=device, dtype=dtype).eval()
+
+
+def load_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
+    """Copies ``tensors`` into ``head``, strictly, in the dtype they were saved in.
+
+    Raises:
+        CheckpointError: names or shapes differ, or the draft-vocabulary map contradicts itself.
+    """
+    expected = head.state_dict()
+    wrong = sorted(set(expected) ^ set(tensors)) or sorted(k for k in expected if expected[k].shape != tensors[k].shape)
+    if wrong:
+        what = "missing" if wrong[0] not in tensors else "unexpected" if wrong[0] not in expected else "of another shape"
+        raise CheckpointError(f"head: tensor {wrong[0]} is {what}, got {source}; the file belongs to another head")
+    floating = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
+    if floating is not None:
+        head.to(dtype=floating)
+    head.load_state_dict(tensors, strict=True)
+    if head.vocab is not None:
+        head.vocab.check()
+
+
+def check_head_matches(head: DraftHead, spec: TargetSpec) -> None:
+    """Raises CheckpointError when ``head`` was trained for another target than ``spec`` describes."""
+    mine = head.spec
+    for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
+        if getattr(mine, name) != getattr(spec, name):
+            raise CheckpointError(
+                f"head: was trained for a target with {name} {getattr(mine, name)}, got {getattr(spec, name)} "
+                f"({spec.name}); load it with {mine.name}"
+            )
+    if mine.fingerprint != spec.fingerprint:
+        raise CheckpointError(
+            f"head: was trained for {mine.name} (fingerprint {mine.fingerprint}), got {spec.name} ({spec.fingerprint}); "
+            "the weights differ, so load it with its own target or train it again"
+        )
