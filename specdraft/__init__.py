@@ -1,0 +1,1 @@
+"""specdraft: train, export and evaluate draft heads for speculative decoding."""

@@ -1,0 +1,1 @@
+"""Prompts and data sets: sources, rendering with the chat template, loss masks, built-in prompts."""
