@@ -114,6 +114,12 @@ class DraftHead(nn.Module, ABC):
         """Draft-vocabulary ids -> target token ids, any shape, int64."""
         return draft_ids if self.vocab is None else self.vocab.to_target(draft_ids)
 
+    def label_map(self) -> Tensor | None:
+        """``[V]`` int64: target id -> draft id, -1 outside the draft vocabulary; None when it is not reduced."""
+        if self.vocab is None:
+            return None
+        return self.vocab.to_draft(torch.arange(self.spec.vocab_size, device=self.vocab.t2d.device))
+
     def check_depth(self, tree: DraftTree) -> None:
         """Raises ConfigError when ``tree`` is deeper than the head was trained for or ranks beyond its vocabulary."""
         if tree.max_depth > self.config.num_draft_tokens:

@@ -1,0 +1,297 @@
+"""Heads that draft one token after another through a decoder layer: training unroll and decoding with the same attention."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, Features, TargetSpec, Unembedding
+from specdraft.heads._blocks import DraftLayer
+from specdraft.heads._config import HeadConfig
+from specdraft.heads.base import DraftHead
+
+
+class UnrolledHead(DraftHead):
+    """The recurrence of EAGLE: hidden h and the next token's embedding e give the next hidden and a prediction.
+
+    A kind supplies ``seed`` (the target's features -> first hidden), ``mix`` (h, e -> layer input and residual) and
+    ``readout`` (layer output -> what is unembedded). At unroll step s the row of anchor t has position t + s, sees the
+    step-0 keys of positions up to t and its own keys of steps 1..s, which is what it sees when decoding (EAGLE-3,
+    figure 6; the embeddings are the text's tokens, the hidden states its own).
+    """
+
+    layer: DraftLayer
+
+    def __init__(self, config: HeadConfig, spec: TargetSpec, unroll_steps: int) -> None:
+        super().__init__(config, spec)
+        self.unroll_steps = unroll_steps
+
+    @abstractmethod
+    def seed(self, features: Features) -> Tensor:
+        """Target features ``[B, T, ·]`` -> first hidden states ``[B*T, H]``."""
+
+    @abstractmethod
+    def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden ``[M, H]`` at t, embeddings ``[M, H]`` of token t + 1 -> layer input ``[M, ·]``, residual ``[M, H]``."""
+
+    @abstractmethod
+    def readout(self, output: Tensor) -> Tensor:
+        """Layer output ``[M, H]`` -> hidden states to unembed ``[M, H]``."""
+
+    @abstractmethod
+    def unembedding(self, unembed: Unembedding) -> Unembedding:
+        """Readout -> logits over the draft vocabulary, given the target's unembedding."""
+
+    def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
+        """See DraftHead: ``unroll_steps`` steps, step s has offset s + 2."""
+        ids = batch.input_ids.flatten()
+        last = ids.numel() - 1
+        self.layer.rotary.reserve(batch.input_ids.shape[1] + self.unroll_steps)
+        positions = batch.position_ids.flatten()
+        # The token after the end of a row is read from the next row; only keys no anchor sees come from it.
+        x, residual = self.mix(self.seed(batch.features), self._embed(embed, ids.roll(-1)))
+        layout = AnchorLayout.of(batch)
+        keys, values = self.layer.keys_values(x, positions)
+        anchors, anchor_positions = batch.anchors, positions[batch.anchors]
+        query = self.layer.queries(x[anchors], anchor_positions)
+        residual = residual[anchors]
+        attention = AnchorAttention(keys, values, layout)
+        steps = []
+        for s in range(self.unroll_steps):
+            if s:
+                tokens = ids[(anchors + 1 + s).clamp(max=last)]
+                x, residual = self.mix(output, self._embed(embed, tokens))
+                query, key, value = self.layer.project(x, anchor_positions + s)
+                attention.append(key, value)
+            output = self.layer.finish(attention(query), residual)
+            steps.append(DraftStep(self.readout(output), s + 2, self.unembedding(unembed)))
+        return steps
+
+    def _embed(self, embed: Embed, ids: Tensor) -> Tensor:
+        """Embeddings without a graph, in the head's dtype: the target's table is frozen."""
+        return embed(ids).detach().to(self.dtype)
+
+    def init_state(self, max_length: int, tree: DraftTree, unembed: Unembedding) -> UnrollState:
+        """A key-value cache for ``max_length`` positions and the drafted nodes behind them."""
+        self.check_depth(tree)
+        device = self.layer.qkv_proj.weight.device
+        self.layer.rotary.reserve(max_length + tree.max_depth)
+        shape = (1, self.layer.num_kv_heads, max_length + len(tree), self.layer.head_dim)
+        empty = [torch.empty(shape, dtype=self.dtype, device=device) for _ in range(2)]
+        return UnrollState(empty[0], empty[1], self.unembedding(unembed), max_length)
+
+    def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
+        """Adds the committed positions' keys (from target features, so drafted ones are overwritten), then drafts."""
+        start, count = context.start, context.next_tokens.shape[1]
+        device = context.next_tokens.device
+        positions = torch.arange(start, start + count, device=device)
+        x, residual = self.mix(self.seed(context.features), self._embed(embed, context.next_tokens[0]))
+        state.write(start, *self.layer.keys_values(x, positions))
+        length = start + count
+        query = self.layer.queries(x[-1:], positions[-1:])
+        output = self.layer.finish(state.attend(query, length, None), residual[-1:])
+        plan = state.plan(tree, device)
+        drafted = [self._choose(state, output, plan.levels[0])]
+        written = 0
+        for depth, level in enumerate(plan.levels[1:], start=1):
+            x, residual = self.mix(
+                output.index_select(0, level.query_parents),
+                self._embed(embed, drafted[-1].index_select(0, level.query_tokens)),
+            )
+            size = x.shape[0]
+            query, key, value = self.layer.project(x, positions[-1:].expand(size) + depth)
+            state.write(length + written, key, value)
+            written += size
+            output = self.layer.finish(state.attend(query, length + written, level.mask), residual)
+            drafted.append(self._choose(state, output, level))
+        return Proposal(torch.cat(drafted)[None], tree)
+
+    def _choose(self, state: UnrollState, output: Tensor, level: TreeLevel) -> Tensor:
+        """Target ids ``[n]`` of a level's nodes: the tokens of their ranks after their parents' outputs."""
+        logits = state.unembed(self.readout(output))
+        if level.max_rank == 0:
+            ranked = logits.argmax(-1, keepdim=True)
+        else:
+            ranked = logits.topk(level.max_rank + 1, dim=-1).indices
+        return self.to_target_ids(ranked[level.rows, level.ranks])
+
+
+@dataclass(frozen=True)
+class AnchorLayout:
+    """Where the N flat anchors stand in a padded grid of rows, and which step-0 keys each may see.
+
+    flat: ``[N]`` int64, place of every anchor in the grid ``[B * M]``; M: most anchors of a row.
+    visible: ``[B, M, T]`` bool, True = the anchor's row may attend the key (same document, not later).
+    """
+
+    flat: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, batch: DraftBatch) -> AnchorLayout:
+        """The layout of a batch; rows without anchors and padding of the grid see their own column 0 only."""
+        rows, length = batch.input_ids.shape
+        row, column = batch.anchors // length, batch.anchors % length
+        per_row = torch.bincount(row, minlength=rows)
+        width = max(int(per_row.max()), 1) if batch.anchors.numel() else 1
+        first = per_row.cumsum(0) - per_row
+        place = torch.arange(batch.anchors.numel(), device=row.device) - first[row]
+        flat = row * width + place
+        columns = torch.arange(length, device=row.device)
+        document = batch.document_ids.flatten()[batch.anchors]
+        seen = (columns[None] <= column[:, None]) & (batch.document_ids[row] == document[:, None])
+        visible = torch.zeros(rows * width, length, dtype=torch.bool, device=row.device)
+        visible[:, 0] = True  # a softmax over nothing would be NaN
+        visible[flat] = seen
+        return cls(flat, visible.view(rows, width, length))
+
+
+class AnchorAttention:
+    """Attention of anchors over step-0 keys (masked) and over their own later keys (one per step, the same row only)."""
+
+    def __init__(self, keys: Tensor, values: Tensor, layout: AnchorLayout) -> None:
+        rows, _, length = layout.visible.shape
+        self.layout = layout
+        self.keys = keys.view(rows, length, *keys.shape[1:]).permute(0, 2, 3, 1)  # [B, kv, d, T]
+        self.values = values.view(rows, length, *values.shape[1:]).transpose(1, 2)  # [B, kv, T, d]
+        self.bias = torch.zeros(layout.visible.shape, device=keys.device).masked_fill_(~layout.visible, float("-inf"))
+        self.chain: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """The anchors' own key and value of the next step, ``[N, kv_heads, head_dim]`` each."""
+        self.chain.append((key, value))
+
+    def __call__(self, query: Tensor) -> Tensor:
+        """Queries ``[N, heads, head_dim]`` -> attended ``[N, heads * head_dim]``."""
+        rows, width, length = self.layout.visible.shape
+        count, heads, dim = query.shape
+        kv_heads = self.keys.shape[1]
+        group = heads // kv_heads
+        query = query * dim**-0.5
+        grid = query.new_zeros(rows * width, heads, dim).index_copy(0, self.layout.flat, query)
+        # [B, M, kv, g, d] -> [B, kv, g*M, d]: grouped queries share a product with their keys, nothing is repeated
+        grid = grid.view(rows, width, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+        grid = grid.reshape(rows, kv_heads, group * width, dim)
+        scores = torch.matmul(grid, self.keys).view(rows, kv_heads, group, width, length).float()
+        scores = scores + self.bias[:, None, None]
+        own = [self._own_scores(query, key, group) for key, _ in self.chain]
+        if own:
+            extra = torch.stack(own, -1)  # [N, kv, g, s]
+            padded = extra.new_zeros(rows * width, *extra.shape[1:]).index_copy(0, self.layout.flat, extra)
+            padded = padded.view(rows, width, kv_heads, group, len(own)).permute(0, 2, 3, 1, 4)
+            scores = torch.cat([scores, padded], -1)
+        weights = scores.softmax(-1).to(self.values.dtype)
+        base = weights[..., :length].reshape(rows, kv_heads, group * width, length)
+        out = torch.matmul(base, self.values).view(rows, kv_heads, group, width, dim)
+        flat = out.permute(0, 3, 1, 2, 4).reshape(rows * width, kv_heads, group, dim).index_select(0, self.layout.flat)
+        if own:
+            chained = weights[..., length:].permute(0, 3, 1, 2, 4).reshape(rows * width, kv_heads, group, len(own))
+            chained = chained.index_select(0, self.layout.flat)
+            for i, (_, value) in enumerate(self.chain):
+                flat = flat + chained[..., i : i + 1] * value[:, :, None]
+        return flat.reshape(count, heads * dim)
+
+    @staticmethod
+    def _own_scores(query: Tensor, key: Tensor, group: int) -> Tensor:
+        """``[N, kv, g]`` float32 products of every anchor's scaled query with its own key."""
+        grouped = query.view(query.shape[0], key.shape[1], group, query.shape[-1])
+        return (grouped.float() * key[:, :, None].float()).sum(-1)
+
+
+@dataclass(frozen=True)
+class TreeLevel:
+    """How one depth of a tree is drafted. Queries are the nodes of the depth before that have children (or the root).
+
+    query_parents: ``[m]`` int64, rows of the previous level's outputs that the queries continue.
+    query_tokens: ``[m]`` int64, the queries' places among the previous level's drafted tokens.
+    rows, ranks: ``[n]`` int64, per drafted node its query and its rank there. mask: buffer ``[m, max_length + w]`` bool
+    whose last w columns (keys written for the tree so far) are the ancestors, or None when all keys are visible.
+    """
+
+    query_parents: Tensor
+    query_tokens: Tensor
+    rows: Tensor
+    ranks: Tensor
+    max_rank: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """The levels of a tree, prepared once per tree."""
+
+    levels: list[TreeLevel]
+
+    @classmethod
+    def of(cls, tree: DraftTree, max_length: int, device: torch.device) -> TreePlan:
+        """The plan of ``tree`` for prefixes of at most ``max_length`` positions."""
+        with_children = set(tree.parents)
+        levels = []
+        queries: list[int] = [-1]
+        previous_queries: list[int] = []
+        written: list[int] = []
+
+        def ids(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        for depth, nodes in enumerate(tree.levels):
+            parents: list[int] = []
+            tokens: list[int] = []
+            mask = None
+            if depth:
+                above = tree.levels[depth - 1]
+                queries = [node for node in above if node in with_children]
+                parents = [previous_queries.index(tree.parents[node]) for node in queries]
+                tokens = [above.index(node) for node in queries]
+                written += queries
+                if len(written) > depth:  # more than one path: not every key is an ancestor
+                    ancestors = tree.ancestor_mask(device)[ids(queries) + 1][:, ids(written) + 1]
+                    prefix = torch.ones(len(queries), max_length, dtype=torch.bool, device=device)
+                    mask = torch.cat([prefix, ancestors], -1)
+            ranks = [tree.ranks[node] for node in nodes]
+            rows = ids([queries.index(tree.parents[node]) for node in nodes])
+            levels.append(TreeLevel(ids(parents), ids(tokens), rows, ids(ranks), max(ranks), mask))
+            previous_queries = queries
+        return cls(levels)
+
+
+class UnrollState:
+    """Key-value cache of a draft layer for one decoded row, and what is prepared per tree."""
+
+    def __init__(self, keys: Tensor, values: Tensor, unembed: Unembedding, max_length: int) -> None:
+        self.keys, self.values = keys, values
+        self.unembed = unembed
+        self.max_length = max_length
+        self._plans: dict[DraftTree, TreePlan] = {}
+
+    def plan(self, tree: DraftTree, device: torch.device) -> TreePlan:
+        """The prepared levels of ``tree``."""
+        if tree not in self._plans:
+            self._plans[tree] = TreePlan.of(tree, self.max_length, device)
+        return self._plans[tree]
+
+    def write(self, start: int, keys: Tensor, values: Tensor) -> None:
+        """Stores ``[n, kv_heads, head_dim]`` at cache rows ``start .. start + n - 1``."""
+        stop = start + keys.shape[0]
+        self.keys[0, :, start:stop] = keys.transpose(0, 1)
+        self.values[0, :, start:stop] = values.transpose(0, 1)
+
+    def attend(self, query: Tensor, filled: int, mask: Tensor | None) -> Tensor:
+        """``[m, heads, head_dim]`` over the first ``filled`` rows -> ``[m, heads * head_dim]``.
+
+        ``mask``: a TreeLevel's buffer; its columns are aligned to the right end of the filled rows.
+        """
+        visible = None if mask is None else mask[:, mask.shape[1] - filled :]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            self.keys[:, :, :filled],
+            self.values[:, :, :filled],
+            attn_mask=visible,
+            enable_gqa=self.keys.shape[1] != query.shape[1],
+        )
+        return out[0].transpose(0, 1).reshape(query.shape[0], -1)

@@ -1,0 +1,82 @@
+"""EAGLE-1: predicts the target's next last hidden state from the present one and the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specdraft.core.errors import ConfigError
+from specdraft.core.types import FeatureRequest, Features, TargetSpec, Unembedding
+from specdraft.heads._blocks import DraftLayer
+from specdraft.heads._config import HeadConfig
+from specdraft.heads._unroll import UnrolledHead
+from specdraft.heads.base import register_head
+
+
+@register_head("eagle")
+@dataclass(slots=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """Settings of an EAGLE-1 head."""
+
+    unroll_steps: int = 1
+    """Depths trained on the head's own hidden states: 1 is EAGLE-1's paper, num_draft_tokens trains what is decoded."""
+    input_noise: float = 0.1
+    """Training adds uniform noise of [-input_noise, input_noise] to the target's features (paper, section 4.2)."""
+    intermediate_size: int | None = None
+    """Width of the MLP; null = the target's."""
+
+    def __post_init__(self) -> None:
+        HeadConfig.__post_init__(self)
+        if not 1 <= self.unroll_steps <= self.num_draft_tokens:
+            raise ConfigError(
+                f"head.unroll_steps: must lie in 1..head.num_draft_tokens ({self.num_draft_tokens}), "
+                f"got {self.unroll_steps}; use 1 or {self.num_draft_tokens}"
+            )
+        if self.input_noise < 0:
+            raise ConfigError(f"head.input_noise: must not be negative, got {self.input_noise}; use 0 for none")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ConfigError(f"head.intermediate_size: must be positive or null, got {self.intermediate_size}; use null")
+
+    def build(self, spec: TargetSpec) -> EagleHead:
+        """A head with random layer weights."""
+        return EagleHead(self, spec)
+
+
+class EagleHead(UnrolledHead):
+    """f^_{t+1} = Layer(W [e(x_{t+1}); f_t]), p(x_{t+2}) = softmax(U f^_{t+1}), U the target's frozen lm_head.
+
+    f is the target's last hidden state after its final norm; the layer has no input norm. Source: Li et al. 2024
+    (EAGLE), section 4.1 and figure 5; the loss is SmoothL1(f^, f) + 0.1 CE (``configs/loss/eagle``).
+    """
+
+    def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
+        super().__init__(config, spec, config.unroll_steps)
+        self.input_noise = config.input_noise
+        self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
+        self.layer = DraftLayer(spec, spec.hidden_size, config.intermediate_size or spec.intermediate_size)
+
+    def features(self) -> FeatureRequest:
+        """Only the last hidden state."""
+        return FeatureRequest()
+
+    def seed(self, features: Features) -> Tensor:
+        """The target's last hidden states, with noise in training so that the head bears its own errors."""
+        hidden = features.last_hidden.flatten(0, 1).to(self.dtype)
+        if self.training and self.input_noise:
+            hidden = hidden + (torch.rand_like(hidden) * 2 - 1) * self.input_noise
+        return hidden
+
+    def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """One fused vector, projected and carried on as the residual."""
+        fused = self.fc(torch.cat([embedded, hidden.to(embedded.dtype)], -1))
+        return fused, fused
+
+    def readout(self, output: Tensor) -> Tensor:
+        """The predicted feature itself."""
+        return output
+
+    def unembedding(self, unembed: Unembedding) -> Unembedding:
+        """The target's lm_head over the draft vocabulary."""
+        return self.draft_unembedding(unembed)

@@ -1,0 +1,76 @@
+"""The one place that shifts: an offset becomes labels, masks, teacher states, for every head alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdraft.core.types import DraftBatch, DraftStep, Features, TokenBatch
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """What the N anchors of a step are compared with. Anchors without a partner have ``valid`` False.
+
+    For an anchor at position t of its row and a step of offset o:
+
+        label position     t + o        the token the step predicts
+        teacher position   t + o - 1    the target's state there predicts the same token
+
+    label_positions, teacher_positions: ``[N]`` int64 flat positions ``b * T + t`` (clamped where not valid).
+    labels: ``[N]`` int64. valid: ``[N]`` bool, True = the label is supervised, in the same row and document.
+    """
+
+    label_positions: Tensor
+    teacher_positions: Tensor
+    labels: Tensor
+    valid: Tensor
+
+
+def anchor_positions(tokens: TokenBatch) -> Tensor:
+    """``[N]`` int64, sorted flat positions t whose token at t + 2 is supervised and of t's document.
+
+    The last prompt position but one is an anchor (it drafts the first answer token); the last two positions of a
+    document never are.
+    """
+    length = tokens.input_ids.shape[1]
+    if length < 3:
+        return tokens.input_ids.new_zeros(0)
+    same = tokens.document_ids[:, 2:] == tokens.document_ids[:, :-2]
+    wanted = tokens.loss_mask[:, 2:] & tokens.attention_mask[:, 2:] & tokens.attention_mask[:, :-2] & same
+    rows, columns = wanted.nonzero(as_tuple=True)
+    return rows * length + columns
+
+
+def build_draft_batch(tokens: TokenBatch, features: Features) -> DraftBatch:
+    """Tokens and the target's features of the same batch, with their anchors."""
+    return DraftBatch(
+        input_ids=tokens.input_ids,
+        attention_mask=tokens.attention_mask,
+        loss_mask=tokens.loss_mask,
+        features=features,
+        position_ids=tokens.position_ids,
+        document_ids=tokens.document_ids,
+        anchors=anchor_positions(tokens),
+    )
+
+
+def align(batch: DraftBatch, step: DraftStep) -> Aligned:
+    """The partners of every anchor at ``step.offset``.
+
+    Raises:
+        ValueError: an offset below 2: the target itself predicts offset 1, so the head is wrong.
+    """
+    if step.offset < 2:
+        raise ValueError(f"a draft step must have an offset of at least 2, got {step.offset}")
+    length = batch.input_ids.shape[1]
+    column = batch.anchors % length + step.offset
+    inside = column < length
+    label = torch.where(inside, batch.anchors + step.offset, batch.anchors)
+    documents = batch.document_ids.flatten()
+    valid = inside & batch.loss_mask.flatten()[label] & batch.attention_mask.flatten()[label]
+    valid = valid & (documents[label] == documents[batch.anchors])
+    teacher = torch.where(inside, label - 1, label)
+    return Aligned(label, teacher, batch.input_ids.flatten()[label], valid)
