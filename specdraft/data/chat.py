@@ -1,0 +1,304 @@
+"""Conversations -> token ids and loss masks, through the target's own chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from specdraft.core.errors import ConfigError, DataError
+from specdraft.data.formats import Message
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_SENTINEL = "specdraftanswer"
+
+
+class TemplateRefusedError(DataError):
+    """The chat template raised an error for one conversation, e.g. for a system message it does not know."""
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One training row. input_ids: T token ids; loss_mask: T bools, True = supervised (a token the target writes)."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+    def truncate(self, max_length: int) -> TokenRow | None:
+        """The first ``max_length`` tokens, ids and mask alike; None when no supervised token is among them."""
+        row = TokenRow(self.input_ids[:max_length], self.loss_mask[:max_length])
+        return row if any(row.loss_mask) else None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer and the prompt it followed.
+
+    prompt_ids: what decoding starts from, generation prompt included. answer_ids: the answer up to and including the
+    end-of-turn token. supervised: one bool for each answer token; False = written by the template, not by the target.
+    """
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    supervised: list[bool]
+
+
+def join_turns(turns: Sequence[Turn], loss_on: str = "all") -> list[TokenRow]:
+    """Rows in which every supervised answer follows exactly the ids of its own prompt.
+
+    Turns of one conversation share a row as long as each prompt continues the row so far. Where it does not (templates
+    that strip thinking from earlier turns, text that is tokenised otherwise in context), the turn starts another row
+    with its whole prompt. ``loss_on``: ``all`` turns or the ``last`` one.
+    """
+    rows: list[TokenRow] = []
+    ids: list[int] = []
+    mask: list[bool] = []
+    for turn in turns if loss_on == "all" else turns[-1:]:
+        if ids and turn.prompt_ids[: len(ids)] != ids:
+            rows.append(TokenRow(ids, mask))
+            ids, mask = [], []
+        gap = turn.prompt_ids[len(ids) :]
+        ids = [*ids, *gap, *turn.answer_ids]
+        mask = [*mask, *[False] * len(gap), *turn.supervised]
+    return [*rows, TokenRow(ids, mask)] if ids else rows
+
+
+class ChatRenderer:
+    """Renders conversations as the target sees them, in training, decoding and evaluation alike.
+
+    Args:
+        tokenizer: the target's, with a chat template.
+        system: system message for conversations that bring none; None = what the template does without one.
+        enable_thinking: passed to the template if it has such a switch; None = its own default.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+        ConfigError: ``enable_thinking`` is given and the template has no such switch.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        enable_thinking: bool | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.system = system
+        try:
+            self.template: str = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise DataError(
+                f"target.name: the tokenizer has no chat template, got {tokenizer.name_or_path or 'a tokenizer'}; use an "
+                "instruction-tuned target or put its chat_template.jinja beside tokenizer.json"
+            ) from error
+        self._kwargs: dict[str, Any] = {}
+        if enable_thinking is not None:
+            if "enable_thinking" not in self.template:
+                raise ConfigError(
+                    f"data.enable_thinking: the target's chat template has no such switch, got {enable_thinking}; use null"
+                )
+            self._kwargs["enable_thinking"] = enable_thinking
+        self.has_generation_tags = _GENERATION_TAG.search(self.template) is not None
+        self.mask_sources: Counter[str] = Counter()
+        """How the answers rendered so far were told from the rest, counted in turns; see ``turns``."""
+
+    @cached_property
+    def template_hash(self) -> str:
+        """Hash of the template and of what is passed to it: data and decoding must agree on it."""
+        text = json.dumps([self.template, self._kwargs, self.system], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """What the template writes after an answer, without trailing whitespace; empty when it writes nothing.
+
+        Raises:
+            DataError: the template changes the answer's text, so that its end cannot be found.
+        """
+        answer: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _SENTINEL}]
+        text = self._render(answer, prompt=False)
+        start = text.rfind(_SENTINEL)
+        if start < 0:
+            raise DataError(
+                "target.name: the chat template rewrites the text of answers, so that their end cannot be found, got "
+                f"{_tail(text)!r}; mark the answer with {{% generation %}} in the template or use another target"
+            )
+        return text[start + len(_SENTINEL) :].rstrip()
+
+    @cached_property
+    def end_of_turn_ids(self) -> list[int]:
+        """Token ids of ``end_of_turn``."""
+        return self._encode_after(self.end_of_turn)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids from which the target writes the next answer: the rendered messages and the generation prompt.
+
+        Raises:
+            TemplateRefusedError: the template raised an error for these messages.
+            DataError: the template begins with two BOS tokens.
+        """
+        return self._prompt(self._with_system(messages))[1]
+
+    def turns(self, messages: Sequence[Message]) -> list[Turn]:
+        """The written answers of a conversation, each after the prompt as the template renders it at that time.
+
+        An answer reaches from the generation prompt to the end-of-turn token; whitespace after that is not part of it.
+        ``mask_sources`` counts how each was found: ``generation tags`` (the template marks answers itself), ``prefix``
+        (the conversation with the answer continues the one without), or ``appended`` (it does not, because the template
+        treats the last turn differently: the answer's text and the end of turn are put after the prompt).
+
+        Raises:
+            TemplateRefusedError: the template raised an error for this conversation.
+        """
+        messages = self._with_system(messages)
+        turns = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if message["content"] is None:
+                break
+            turns.append(self._turn(messages[:index], message))
+        return turns
+
+    def rows(self, messages: Sequence[Message], loss_on: str = "all") -> list[TokenRow]:
+        """Training rows of a conversation with written answers: one, or more if the template rewrites earlier turns."""
+        return join_turns(self.turns(messages), loss_on)
+
+    def row(self, messages: Sequence[Message], loss_on: str = "all") -> TokenRow:
+        """The last of ``rows``: the whole conversation unless the template rewrites earlier turns.
+
+        Raises:
+            DataError: the conversation has no written answer.
+        """
+        rows = self.rows(messages, loss_on)
+        if not rows:
+            raise DataError("data.sources: the conversation has no answer to train on; set data.regenerate=true")
+        return rows[-1]
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        if self.system is None or any(message["role"] == "system" for message in messages):
+            return list(messages)
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt, **self._kwargs
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateRefusedError(
+                f"data.sources: the chat template refused the conversation, got {error.message}; remove such rows"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of rendered text. The template writes BOS itself, so the tokenizer must not add another."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _encode_after(self, text: str) -> list[int]:
+        """Ids of text that continues other text: tokenizers that put a space before a text's first word must not here."""
+        end = self.tokenizer.eos_token
+        if isinstance(end, str):
+            ids = self._encode(end + text)
+            if ids[:1] == [self.tokenizer.eos_token_id]:
+                return ids[1:]
+        return self._encode(text)
+
+    def _prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """Rendered prompt and its ids, checked for a doubled BOS."""
+        text = self._render(messages, prompt=True)
+        ids = self._encode(text)
+        bos = self.tokenizer.bos_token_id
+        # Only the start counts: in some templates BOS is also the marker that opens each turn.
+        if bos is not None and ids[:2] == [bos, bos]:
+            raise DataError(
+                f"target.name: prompts begin with two BOS tokens, got {text[:40]!r}; write BOS once in the chat template"
+            )
+        return text, ids
+
+    def _turn(self, before: list[Message], message: Message) -> Turn:
+        prompt, prompt_ids = self._prompt(before)
+        content = message["content"] or ""
+        full = self._render([*before, message], prompt=False)
+        if full.startswith(prompt):
+            source, answer = "prefix", full[len(prompt) :].rstrip()
+        else:
+            source, answer = "appended", content.strip() + self.end_of_turn
+        whole = self._encode(prompt + answer)
+        # A token that spans the boundary would not be there when decoding starts from the prompt alone.
+        continues = whole[: len(prompt_ids)] == prompt_ids
+        answer_ids = whole[len(prompt_ids) :] if continues else self._encode_after(answer)
+        supervised = [True] * len(answer_ids)
+        if source == "prefix":
+            if self.has_generation_tags:
+                marked = self._marked([*before, message], prompt_ids + answer_ids)[len(prompt_ids) :]
+                if any(marked):
+                    source, supervised = "generation tags", _through_end(marked)
+            inserted = self._inserted(prompt, prompt_ids + answer_ids, answer, content)
+            supervised = [on and i >= inserted - len(prompt_ids) for i, on in enumerate(supervised)]
+        self.mask_sources[source] += 1
+        return Turn(prompt_ids, answer_ids, supervised)
+
+    def _marked(self, messages: list[Message], ids: list[int]) -> list[bool]:
+        """Which of ``ids`` the template's generation tags mark; none where the two tokenisations differ."""
+        tagged = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self._kwargs
+        )
+        if list(tagged["input_ids"][: len(ids)]) != ids:
+            return []
+        return [bool(on) for on in tagged["assistant_masks"][: len(ids)]]
+
+    def _inserted(self, prompt: str, ids: list[int], answer: str, content: str) -> int:
+        """Length of the part of ``ids`` before the answer's own text that the template wrote, e.g. an empty think block.
+
+        Only where the text stands unchanged in the answer; the length of the prompt's ids is the least it can matter.
+        """
+        start = answer.find(content.strip())
+        if start <= 0 or not answer[:start].strip():
+            return 0
+        return _common_prefix(self._encode(prompt + answer[:start]), ids)
+
+
+def _through_end(marked: list[bool]) -> list[bool]:
+    """The marks, continued from the last one to the end: many templates close the tag before the end-of-turn token."""
+    last = max(i for i, on in enumerate(marked) if on)
+    return [on or i > last for i, on in enumerate(marked)]
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of equal items at the start of both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _tail(text: str, size: int = 60) -> str:
+    return text[-size:]
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what turns text into ids: vocabulary, merges, normalisation and added tokens."""
+    digest = hashlib.sha256()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        digest.update(backend.to_str().encode())
+    else:
+        digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    return digest.hexdigest()[:16]
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """An id to fill short rows with: the padding token, else EOS, else 0. Masks hide it, so any id does."""
+    for name in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(name, int):
+            return name
+    return 0
