@@ -32,7 +32,9 @@ class TargetConfig:
         if not self.name:
             raise ConfigError("target.name: must not be empty, got ''; give a Hub id, a folder or smollm2")
         if self.dtype not in DTYPES:
-            raise ConfigError(f"target.dtype: unknown dtype, got {self.dtype!r}; use one of {', '.join(DTYPES)}")
+            raise ConfigError(
+                f"target.dtype: unknown dtype, got {self.dtype!r}; use one of {', '.join(DTYPES)}"
+            )
         if self.attn_implementation not in ("sdpa", "eager"):
             raise ConfigError(
                 f"target.attn_implementation: cannot take tree masks, got {self.attn_implementation!r}; use sdpa or eager"

@@ -1,0 +1,219 @@
+"""Hugging Face causal LMs as targets: features by hooks, cached forwards with tree masks, logits by the model's own head."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdraft.core.errors import ConfigError
+from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatch, Unembedding
+from specdraft.targets.layout import Layout, find_layout
+from specdraft.targets.packing import PackedLinears, pack_linears
+from specdraft.targets.spec import target_spec
+
+NO_AUX = FeatureRequest()
+
+
+class HFTarget:
+    """A frozen causal LM of transformers. See ``Target`` for what every member means.
+
+    Built by ``from_model`` or ``targets.loading.load_target``, which also check that it behaves as assumed here.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layout: Layout,
+        spec: TargetSpec,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        model.requires_grad_(False)
+        model.eval()
+        self.model = model
+        self.layout = layout
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.layer_types = layout.layer_types
+        self.sliding_window = layout.sliding_window
+        self.packed: PackedLinears | None = None
+        weight = layout.lm_head.get_parameter("weight")
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = weight.dtype
+        bias = layout.lm_head.bias if isinstance(layout.lm_head, nn.Linear) else None
+        self.unembedding = Unembedding(weight, bias, layout.logit_scale, layout.softcap)
+        self._cache_key = _cache_parameter(layout.decoder)
+        self._hybrid = len(set(layout.layer_types)) > 1
+        self._sliding = set(layout.layer_types) == {"sliding_attention"}
+        self._float_masks = layout.decoder.config._attn_implementation == "eager"
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "model",
+        revision: str | None = None,
+    ) -> HFTarget:
+        """A target from a loaded model, which is frozen and put in eval mode.
+
+        Raises:
+            UnsupportedTargetError: the model is of a refused kind, or fails the check of ``targets.check``.
+        """
+        from specdraft.targets.check import check_target
+
+        layout = find_layout(model)
+        spec = target_spec(model, layout, name, revision, eos_token_ids(model, tokenizer))
+        target = cls(model, layout, spec, tokenizer)
+        check_target(target)
+        return target
+
+    def pack(self) -> None:
+        """Keeps the linear layers also in the layout of the CPU kernels, for forwards of few tokens."""
+        if self.packed is None:
+            self.packed = pack_linears(self.model)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``[...]`` int64 -> ``[..., H]``: the target's embedding module and the scale its decoder applies."""
+        embedded: Tensor = self.layout.embedding(ids)
+        return embedded if self.layout.embedding_scale == 1.0 else embedded * self.layout.embedding_scale
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` -> ``[..., V]`` without gradients, through the packed lm_head where there is one."""
+        raw: Tensor = self.layout.lm_head(hidden)
+        return self.unembedding.finish(raw)
+
+    @torch.no_grad()
+    def capture(self, tokens: TokenBatch, request: FeatureRequest = NO_AUX) -> Features:
+        """Hidden states of a right-padded batch: ``[B, T, H]`` and, when layers are asked for, ``[B, T, A*H]``.
+
+        The states at padding are undefined. Attention stays within a document.
+
+        Raises:
+            ConfigError: ``request`` names a layer that the target does not have.
+        """
+        mask: Any = tokens.attention_mask
+        if bool((tokens.document_ids > 0).any()):
+            mask = self._document_masks(tokens)
+        with self._taps(request) as collect:
+            output = self.layout.decoder(
+                input_ids=tokens.input_ids,
+                attention_mask=mask,
+                position_ids=tokens.position_ids,
+                use_cache=False,
+            )
+            return collect(output.last_hidden_state)
+
+    @torch.no_grad()
+    def forward_cached(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        sliding_mask: Tensor | None,
+        cache: Any,
+        request: FeatureRequest = NO_AUX,
+    ) -> Features:
+        """One forward of n new tokens of one row against ``cache`` (a transformers ``Cache``), without the lm_head.
+
+        Args:
+            input_ids: ``[1, n]`` int64.
+            position_ids: ``[1, n]`` int64; nodes of a tree at one depth share a position.
+            attention_mask: ``[1, 1, n, L + n]`` bool, True = may attend, L = length of the cache; None = causal.
+            sliding_mask: the same for the sliding layers, over the keys that ``cache`` returns for them. Both masks are
+                needed by a target with both kinds of layers, only this one by a target of sliding layers alone.
+            cache: receives the keys and values of all n tokens.
+            request: hidden states wanted besides the last.
+        """
+        mask: Any = self._kernel_mask(sliding_mask if self._sliding else attention_mask)
+        if self._hybrid and attention_mask is not None:
+            mask = {"full_attention": mask, "sliding_attention": self._kernel_mask(sliding_mask)}
+        with self._taps(request) as collect:
+            output = self.layout.decoder(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=position_ids,
+                use_cache=True,
+                **{self._cache_key: cache},
+            )
+            return collect(output.last_hidden_state)
+
+    def _kernel_mask(self, mask: Tensor | None) -> Tensor | None:
+        """A bool mask as the attention kernel takes it: bool for sdpa, something to add to the scores for eager."""
+        if mask is None or not self._float_masks:
+            return mask
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
+    def _document_masks(self, tokens: TokenBatch) -> Any:
+        """Masks ``[B, 1, T, T]`` for rows of several documents, by kind of layer where there are two kinds."""
+        documents = tokens.document_ids
+        steps = torch.arange(documents.shape[1], device=documents.device)
+        distance = steps[:, None] - steps[None, :]
+        full = (documents[:, None, :, None] == documents[:, None, None, :]) & (distance >= 0)
+        if self.sliding_window is None:
+            return self._kernel_mask(full)
+        sliding = self._kernel_mask(full & (distance < self.sliding_window))
+        return (
+            {"full_attention": self._kernel_mask(full), "sliding_attention": sliding}
+            if self._hybrid
+            else sliding
+        )
+
+    @contextmanager
+    def _taps(self, request: FeatureRequest) -> Iterator[Callable[[Tensor], Features]]:
+        """Hooks that keep the hidden states of ``request`` for the forward inside the block, and nothing else."""
+        kept: dict[int, Tensor] = {}
+        num_layers = len(self.layout.layers)
+        handles = []
+        try:
+            for index in set(request.aux_layers):
+                if not 0 <= index <= num_layers:
+                    raise ConfigError(
+                        f"head.aux_layers: the target has hidden states 0 to {num_layers}, got {index}; choose others"
+                    )
+                if index < num_layers:
+                    # The input of block k (from 0) is hidden state k, before any norm.
+                    hook = _keep_input(kept, index)
+                    handles.append(
+                        self.layout.layers[index].register_forward_pre_hook(hook, with_kwargs=True)
+                    )
+
+            def collect(last_hidden: Tensor) -> Features:
+                kept[num_layers] = last_hidden
+                states = [kept[index] for index in request.aux_layers]
+                return Features(last_hidden, torch.cat(states, dim=-1) if states else None)
+
+            yield collect
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _keep_input(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kept[index] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def _cache_parameter(decoder: nn.Module) -> str:
+    """What this decoder calls its key-value cache: ``cache`` since transformers 5.24, ``past_key_values`` before."""
+    names = inspect.signature(decoder.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every token that ends a text: the union of the model's, its generation config's and the tokenizer's ids, sorted."""
+    sources = [model.config, model.config.get_text_config(decoder=True), model.generation_config, tokenizer]
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(ids))
