@@ -74,5 +74,6 @@ def test_wheel_runs_in_an_empty_folder(dist: Path, tmp_path: Path) -> None:
     where, version = run("-c", "import specdraft; print(specdraft.__file__, specdraft.__version__)").split()
     assert Path(where).is_relative_to(site)
     assert version == specdraft.__version__
-    assert "medusa" in run("-m", "specdraft.cli.main", "train", "--cfg", "job", "name=x", "head=medusa")
+    command = "from specdraft.cli.main import main; raise SystemExit(main())"
+    assert "medusa" in run("-c", command, "train", "--cfg", "job", "name=x", "head=medusa")
     assert list(empty.iterdir()) == []
