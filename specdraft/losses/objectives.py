@@ -85,12 +85,12 @@ class Objective:
         hits = [torch.zeros_like(a.valid) for a in aligned]
         if batch.anchors.numel():
             values, hits = self._logit_terms(steps, batch, teacher, aligned, scales)
-            loss_sum = loss_sum + values.sum()
+            loss_sum = loss_sum + values.sum().float()
             step_losses += values.detach()
         if "smooth_l1" in self.config.terms and batch.anchors.numel():
             values = torch.stack([_smooth_l1(s, a, c, batch) for s, a, c in zip(steps, aligned, scales, strict=True)])
             values = values * self.config.terms["smooth_l1"]
-            loss_sum = loss_sum + values.sum()
+            loss_sum = loss_sum + values.sum().float()
             step_losses += values.detach()
         return LossResult(loss_sum, _stats(aligned, hits, step_losses))
 

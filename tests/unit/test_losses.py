@@ -1,0 +1,198 @@
+"""The chunked objective equals an eager one in value and gradient; alignment shifts what it should; counts add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from specdraft.core.errors import ConfigError
+from specdraft.core.types import DraftBatch, DraftStep, Features, TokenBatch, Unembedding
+from specdraft.losses._config import LossConfig
+from specdraft.losses.alignment import align, anchor_positions, build_draft_batch
+from specdraft.losses.metrics import StepStats
+from specdraft.losses.objectives import Objective, Teacher
+from tests.support import SPEC, token_batch, world
+
+
+def steps_and_batch(trained: bool, unembed_fields: dict[str, float]) -> tuple[list[DraftStep], DraftBatch, Teacher]:
+    """Three steps with random hidden states over a reduced vocabulary of 40."""
+    w = world()
+    unembed = replace(w.unembed, **unembed_fields)
+    ids = torch.arange(0, 80, 2)
+    label_map = torch.full((SPEC.vocab_size,), -1).index_copy(0, ids, torch.arange(40))
+    tokens = token_batch([14, 11, 6], [(5, 14), (4, 9), (0, 0)])
+    batch = build_draft_batch(tokens, w.features(tokens, 0))
+    draft = unembed.select(ids)
+    weight = torch.randn_like(draft.weight).requires_grad_() if trained else draft.weight
+    own = replace(draft, weight=weight)
+    steps = [
+        DraftStep(torch.randn(batch.anchors.numel(), SPEC.hidden_size).requires_grad_(), offset, own) for offset in (2, 3, 4)
+    ]
+    return steps, batch, Teacher(unembed, draft, label_map)
+
+
+def eager(steps: list[DraftStep], batch: DraftBatch, teacher: Teacher, config: LossConfig) -> torch.Tensor:
+    """The definition, with loops and whole logits."""
+    total = torch.zeros(())
+    length = batch.input_ids.shape[1]
+    assert teacher.label_map is not None
+    rows = [int(a) // length for a in batch.anchors]
+    for k, step in enumerate(steps):
+        for n, anchor in enumerate(batch.anchors.tolist()):
+            b, t = divmod(anchor, length)
+            if t + step.offset >= length or not batch.loss_mask[b, t + step.offset]:
+                continue
+            label = int(batch.input_ids[b, t + step.offset])
+            teacher_hidden = batch.features.last_hidden[b, t + step.offset - 1]
+            draft_label = int(teacher.label_map[label])
+            if config.outside_vocab == "label" and draft_label < 0:
+                continue
+            best = int(teacher.unembed(teacher_hidden).argmax())
+            if config.outside_vocab == "argmax" and int(teacher.label_map[best]) < 0:
+                continue
+            weight = 1 / rows.count(b) if config.normalize == "sequence" else 1.0
+            log_q = step.unembed(step.hidden[n]).log_softmax(-1)
+            term = torch.zeros(())
+            if "soft_ce" in config.terms:
+                term = term - config.terms["soft_ce"] * (teacher.draft_unembed(teacher_hidden).softmax(-1) * log_q).sum()
+            if "hard_ce" in config.terms and draft_label >= 0:
+                term = term - config.terms["hard_ce"] * log_q[draft_label]
+            if "smooth_l1" in config.terms:
+                term = term + config.terms["smooth_l1"] * F.smooth_l1_loss(step.hidden[n], teacher_hidden)
+            total = total + weight * config.step_decay**k * term
+    return total
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("unembed", [{}, {"scale": 0.5, "softcap": 3.0}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"terms": {"soft_ce": 1.0}},
+        {"terms": {"hard_ce": 0.7}, "step_decay": 0.9},
+        {"terms": {"smooth_l1": 1.0, "soft_ce": 0.1}, "normalize": "sequence"},
+        {"terms": {"soft_ce": 0.5, "hard_ce": 0.5}, "outside_vocab": "argmax"},
+        {"terms": {"soft_ce": 0.5, "hard_ce": 0.5}, "outside_vocab": "keep"},
+    ],
+)
+def test_chunked_equals_eager(fields: dict[str, object], unembed: dict[str, float], trained: bool) -> None:
+    torch.manual_seed(1)
+    config = LossConfig(**fields, chunk_size=5)  # type: ignore[arg-type]
+    steps, batch, teacher = steps_and_batch(trained, unembed)
+    leaves = [step.hidden for step in steps] + ([steps[0].unembed.weight] if trained else [])
+    expected = eager(steps, batch, teacher, config)
+    wanted = torch.autograd.grad(expected, leaves)
+    result = Objective(config)(steps, batch, teacher)
+    got = torch.autograd.grad(result.loss_sum * 3, leaves)
+    torch.testing.assert_close(result.loss_sum, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b * 3, rtol=1e-4, atol=1e-5)
+    assert result.stats.loss_sums.sum().item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_logits_exist_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdraft.losses import objectives
+
+    rows: list[int] = []
+    original = objectives._logits
+    monkeypatch.setattr(objectives, "_logits", lambda h, w, u: rows.append(h.shape[0]) or original(h, w, u))
+    steps, batch, teacher = steps_and_batch(True, {})
+    Objective(LossConfig(chunk_size=4))(steps, batch, teacher)
+    assert max(rows) <= 4 < batch.anchors.numel()
+
+
+def test_stats_count_what_a_hand_counts() -> None:
+    w = world()
+    tokens = token_batch([8], [(4, 8)])
+    batch = build_draft_batch(tokens, w.features(tokens, 0))
+    assert batch.anchors.tolist() == [2, 3, 4, 5]
+    one_hot = Unembedding(torch.eye(SPEC.vocab_size))
+    labels = tokens.input_ids[0]
+    step2 = F.one_hot(labels[4:8], SPEC.vocab_size).float() * 20
+    step2[1] = -step2[1]  # the second anchor misses at depth 0
+    step3 = F.one_hot(torch.cat([labels[5:8], labels[:1]]), SPEC.vocab_size).float() * 20
+    steps = [DraftStep(step2, 2, one_hot), DraftStep(step3, 3, one_hot)]
+    teacher = Teacher(one_hot, one_hot, None)
+    stats = Objective(LossConfig(terms={"hard_ce": 1.0}))(steps, batch, teacher).stats
+    assert stats.hits.tolist() == [3, 3] and stats.counts.tolist() == [4, 3]
+    assert stats.prefix_hits.tolist() == [3, 2] and stats.prefix_counts.tolist() == [4, 3]
+    assert stats.expected_acceptance_length == pytest.approx(1 + 3 / 4 + 2 / 3)
+    twice = stats + stats
+    assert twice.hits.tolist() == [6, 6] and StepStats.unpack(twice.pack()).agreement == stats.agreement
+
+
+def test_a_label_outside_the_draft_vocabulary_is_a_miss() -> None:
+    steps, batch, teacher = steps_and_batch(False, {})
+    outside = Teacher(teacher.unembed, teacher.draft_unembed, torch.full((SPEC.vocab_size,), -1))
+    result = Objective(LossConfig())(steps, batch, outside)
+    assert result.loss_sum.item() == 0.0
+    assert result.stats.hits.sum() == 0 and result.stats.counts.sum() > 0
+
+
+def test_first_draft_after_the_prompt_is_trained_and_nothing_past_the_end() -> None:
+    """The last prompt position drafts the second answer token; the shift of ids, states and mask is one."""
+    tokens = token_batch([10], [(6, 10)])
+    w = world()
+    batch = build_draft_batch(tokens, w.features(tokens, 0))
+    assert batch.anchors.tolist() == [4, 5, 6, 7]
+    step = DraftStep(torch.zeros(4, SPEC.hidden_size), 3, w.unembed)
+    aligned = align(batch, step)
+    assert aligned.valid.tolist() == [True, True, True, False]
+    assert aligned.labels[:3].tolist() == tokens.input_ids[0, 7:10].tolist()
+    assert aligned.teacher_positions[:3].tolist() == [6, 7, 8]
+
+
+def test_alignment_stops_at_documents() -> None:
+    tokens = token_batch([10], [(0, 10)])
+    tokens.document_ids[0, 5:] = 1
+    assert anchor_positions(tokens).tolist() == [0, 1, 2, 5, 6, 7]
+    batch = build_draft_batch(tokens, Features(torch.zeros(1, 10, SPEC.hidden_size), None))
+    aligned = align(batch, DraftStep(torch.zeros(6, SPEC.hidden_size), 3, world().unembed))
+    assert aligned.valid.tolist() == [True, True, False, True, True, False]
+
+
+def test_an_offset_below_two_is_a_fault_of_the_head() -> None:
+    tokens = token_batch([10], [(0, 10)])
+    w = world()
+    batch = build_draft_batch(tokens, w.features(tokens, 0))
+    with pytest.raises(ValueError, match="at least 2"):
+        align(batch, DraftStep(torch.zeros(8, SPEC.hidden_size), 1, w.unembed))
+
+
+@pytest.mark.parametrize(("normalize", "expected"), [("token", 7 + 5), ("sequence", 2), ("legacy_bt", 3 * 14)])
+def test_denominators(normalize: str, expected: float) -> None:
+    tokens: TokenBatch = token_batch([14, 11, 6], [(7, 14), (4, 9), (0, 0)])
+    assert Objective(LossConfig(normalize=normalize)).denominator(tokens).item() == expected
+
+
+def test_bf16_autocast_is_close_to_fp32() -> None:
+    torch.manual_seed(0)
+    steps, batch, teacher = steps_and_batch(True, {})
+    plain = Objective(LossConfig())(steps, batch, teacher).loss_sum
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = Objective(LossConfig())(steps, batch, teacher).loss_sum
+    assert mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed, plain, rtol=2e-2, atol=1e-2)
+    assert mixed.item() != plain.item()
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"terms": {}}, "loss.terms"),
+        ({"terms": {"kl": 1.0}}, "loss.terms"),
+        ({"terms": {"soft_ce": -1.0}}, "loss.terms.soft_ce"),
+        ({"terms": {"smooth_l1": 1.0}}, "loss.terms"),
+        ({"step_decay": 0.0}, "loss.step_decay"),
+        ({"normalize": "mean"}, "loss.normalize"),
+        ({"outside_vocab": "x"}, "loss.outside_vocab"),
+        ({"chunk_size": 0}, "loss.chunk_size"),
+    ],
+)
+def test_bad_settings_name_their_key(fields: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LossConfig(**fields)  # type: ignore[arg-type]
+    assert str(error.value).startswith(f"{key}: ") and "got" in str(error.value)
