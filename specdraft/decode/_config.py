@@ -1,0 +1,57 @@
+"""Settings of decoding. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdraft.core.errors import ConfigError
+
+MAX_NODES = 512
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodeConfig:
+    """How many tokens are drafted a step, in which shape, and when generation stops."""
+
+    num_draft_tokens: int | None = None
+    """Depth K of a chain; null = the depth the head was trained for. Not together with ``tree``."""
+    tree: list[list[int]] | None = None
+    """Draft tree as paths of ranks, e.g. [[0], [1], [0, 0]]: with every path its beginning; null = a chain."""
+    max_new_tokens: int = 128
+    """Tokens generated at most, the end-of-text token included."""
+    ignore_eos: bool = False
+    """True: an end-of-text token does not stop generation (for measurements of equal length)."""
+    show: bool = False
+    """True: colour the tokens that were drafted and accepted."""
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= 32:
+            raise ConfigError(
+                f"decode.num_draft_tokens: must lie in 1..32 or be null, got {self.num_draft_tokens}; choose a depth such as 4"
+            )
+        if self.max_new_tokens < 1:
+            raise ConfigError(
+                f"decode.max_new_tokens: must be at least 1, got {self.max_new_tokens}; use e.g. 128"
+            )
+        if self.tree is None:
+            return
+        if self.num_draft_tokens is not None:
+            raise ConfigError(
+                f"decode.num_draft_tokens: contradicts decode.tree, got {self.num_draft_tokens}; set one of them to null"
+            )
+        if not 1 <= len(self.tree) <= MAX_NODES:
+            raise ConfigError(
+                f"decode.tree: needs 1 to {MAX_NODES} paths, got {len(self.tree)}; use null for a chain"
+            )
+        known = {tuple(path) for path in self.tree}
+        if len(known) != len(self.tree):
+            raise ConfigError(f"decode.tree: a path is given twice, got {self.tree}; remove one")
+        for path in self.tree:
+            if not path or min(path) < 0:
+                raise ConfigError(
+                    f"decode.tree: a path is a non-empty list of ranks from 0, got {path}; correct it"
+                )
+            if len(path) > 1 and tuple(path[:-1]) not in known:
+                raise ConfigError(
+                    f"decode.tree: the path {path} lacks its beginning, got none; add {path[:-1]}"
+                )

@@ -1,0 +1,278 @@
+"""The decoding loop: draft, one target forward over the tree, accept, commit. Plain decoding is the loop without a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdraft.core.errors import ConfigError, DataError
+from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.types import DraftContext, FeatureRequest, Features
+from specdraft.decode.cache import KVCache
+from specdraft.decode.plan import TreePlan
+from specdraft.decode.proposers import Proposer
+from specdraft.decode.result import DecodeResult, StepOutput
+from specdraft.decode.verify import accept_greedy
+from specdraft.targets.base import Target
+
+NO_TREE = DraftTree((), ())
+CAPACITY_STEP = 256
+"""Caches are made in multiples of this many rows, so that the next, slightly longer row can use the same one."""
+MAX_PLANS = 64
+
+
+class SpeculativeDecoder:
+    """Greedy decoding of one row at a time with a target and, unless ``proposer`` is None, a proposer.
+
+    The text is the target's own greedy text: a drafted token is emitted only where the target chose the same.
+    A decoder may run several streams at a time; each has its own cache, and a finished one is used again.
+    """
+
+    def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
+        self.target = target
+        self.proposer = proposer
+        self._idle: KVCache | None = None
+        self._plans: dict[tuple[DraftTree, int], TreePlan] = {}
+
+    def generate(
+        self,
+        input_ids: list[int] | Tensor,
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] | None = None,
+        ignore_eos: bool = False,
+        trace: bool = False,
+    ) -> DecodeResult:
+        """Decodes one row to its end.
+
+        Args:
+            input_ids: the prompt, a list or ``[1, P]`` int64, at least one token.
+            max_new_tokens: tokens generated at most, the EOS included.
+            eos_token_ids: tokens that end the text; None = the target's.
+            ignore_eos: no token ends the text.
+            trace: also record ``first_margins``.
+
+        Raises:
+            DataError: the prompt is empty or leaves no room in the target's context.
+            ConfigError: ``max_new_tokens`` is below 1.
+        """
+        eos = () if ignore_eos else self.target.spec.eos_token_ids if eos_token_ids is None else eos_token_ids
+        result = DecodeResult()
+        for _ in self._run(self._prompt(input_ids), max_new_tokens, frozenset(eos), trace, result):
+            pass
+        return result
+
+    def stream(
+        self,
+        input_ids: list[int] | Tensor,
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[StepOutput]:
+        """The steps of ``generate`` as they come; closing the iterator ends decoding. Raises like ``generate``, at once."""
+        eos = () if ignore_eos else self.target.spec.eos_token_ids if eos_token_ids is None else eos_token_ids
+        return self._run(self._prompt(input_ids), max_new_tokens, frozenset(eos), False, DecodeResult())
+
+    def _prompt(self, input_ids: list[int] | Tensor) -> Tensor:
+        """``[1, P]`` int64 on the target's device."""
+        ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        if ids.dim() == 2 and ids.shape[0] != 1:
+            raise DataError(
+                f"prompt: one row is decoded at a time, got {ids.shape[0]}; decode the rows one by one"
+            )
+        if not ids.numel():
+            raise DataError("prompt: must hold at least one token, got none; start it with the BOS token")
+        limit = self.target.spec.max_position_embeddings
+        if ids.numel() >= limit:
+            raise DataError(
+                f"prompt: leaves no room in a context of {limit} tokens, got {ids.numel()}; shorten it"
+            )
+        return ids.reshape(1, -1).to(self.target.device)
+
+    def _run(
+        self, prompt: Tensor, max_new_tokens: int, eos: frozenset[int], trace: bool, result: DecodeResult
+    ) -> Iterator[StepOutput]:
+        if max_new_tokens < 1:
+            raise ConfigError(
+                f"decode.max_new_tokens: must be at least 1, got {max_new_tokens}; use e.g. 128"
+            )
+        context = self.target.spec.max_position_embeddings - prompt.shape[1]
+        limits = _Limits(
+            min(max_new_tokens, context), "length" if max_new_tokens <= context else "context", eos
+        )
+        return self._steps(prompt, limits, trace, result)
+
+    def _steps(
+        self, prompt: Tensor, limits: _Limits, trace: bool, result: DecodeResult
+    ) -> Iterator[StepOutput]:
+        cache = self._take_cache(prompt.shape[1] + limits.room)
+        try:
+            row = _Row(self, cache, limits, trace, result)
+            yield row.prefill(prompt)
+            while not result.finish_reason:
+                yield row.step()
+        finally:
+            cache.reset()
+            self._idle = cache
+
+    def _take_cache(self, max_length: int) -> KVCache:
+        """The idle cache if it is large enough for a row and a tree, else a new one."""
+        needed = max_length + (len(self.proposer.tree) if self.proposer else 0)
+        cache, self._idle = self._idle, None
+        if cache is None or cache.capacity < needed:
+            capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+            cache = KVCache(self.target.spec.num_hidden_layers, capacity)
+        return cache
+
+    def plan(self, tree: DraftTree, capacity: int) -> TreePlan:
+        """What a forward over ``tree`` needs, kept for the next step."""
+        plan = self._plans.get((tree, capacity))
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            has_full = "full_attention" in self.target.layer_types
+            plan = TreePlan(tree, capacity, self.target.sliding_window, has_full, self.target.device)
+            self._plans[tree, capacity] = plan
+        return plan
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """When a row ends: after ``room`` tokens, for the reason ``at_room``, or at one of ``eos``."""
+
+    room: int
+    at_room: str
+    eos: frozenset[int]
+
+
+class _Row:
+    """One row being decoded.
+
+    Inference mode is entered in every step and never held across a yield, where it would leak into the caller's code.
+    """
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, cache: KVCache, limits: _Limits, trace: bool, result: DecodeResult
+    ) -> None:
+        self.decoder = decoder
+        self.target = decoder.target
+        self.proposer = decoder.proposer
+        self.request = self.proposer.features() if self.proposer else FeatureRequest()
+        self.cache = cache
+        self.limits = limits
+        self.trace = trace
+        self.result = result
+        self.state: Any = None
+        self.root = torch.empty(0, dtype=torch.int64)
+        self.context: DraftContext | None = None
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Tensor) -> StepOutput:
+        """Runs the prompt ``[1, P]`` and emits the first token."""
+        begin = perf_counter()
+        length = prompt.shape[1]
+        if self.proposer:
+            self.state = self.proposer.begin(length + self.limits.room)
+        positions = torch.arange(length, device=prompt.device)[None]
+        features = self.target.forward_cached(prompt, positions, None, None, self.cache, self.request)
+        logits = self.target.logits(features.last_hidden[0, -1:])
+        choice = logits.argmax(dim=-1)
+        self.cache.commit(range(length))
+        self.context = DraftContext(torch.cat([prompt[:, 1:], choice[None]], dim=1), features, 0)
+        self.root = choice
+        tokens = choice.tolist()
+        self._margins(logits, torch.zeros_like(choice), 1)
+        output = self._emit(tokens, 0)
+        self.result.time_ms["prefill"] += 1e3 * (perf_counter() - begin)
+        return output
+
+    @torch.inference_mode()
+    def step(self) -> StepOutput:
+        """Drafts, runs the target once, and emits what it accepted and the target's own next token."""
+        begin = perf_counter()
+        proposal = self._propose()
+        drafted = perf_counter()
+        length = self.cache.length
+        plan = self.decoder.plan(NO_TREE if proposal is None else proposal.tree, self.cache.capacity)
+        tokens = self.root if proposal is None else torch.cat([self.root, proposal.tokens[0]])
+        positions, (full, sliding) = plan.positions(length), plan.masks(length)
+        prepared = perf_counter()
+        features = self.target.forward_cached(
+            tokens[None], positions, full, sliding, self.cache, self.request
+        )
+        logits = self.target.logits(features.last_hidden[0])
+        ran = perf_counter()
+        choices = logits.argmax(dim=-1)
+        row, emitted = _read(plan, tokens, choices)
+        rows, path = plan.path_rows[row], plan.paths[row, : len(plan.path_rows[row])]
+        self.cache.commit(rows, path)
+        verified = perf_counter()
+        self._margins(logits, path, len(rows))
+        output = self._emit(emitted, len(rows) - 1)
+        self._count(plan, row, output)
+        self._follow(choices, features, path, length)
+        end = perf_counter()
+        times = self.result.time_ms
+        times["draft"] += 1e3 * (drafted - begin)
+        times["target"] += 1e3 * (ran - prepared)
+        times["verify"] += 1e3 * (verified - ran)
+        times["other"] += 1e3 * (prepared - drafted + end - verified)
+        return output
+
+    def _propose(self) -> Proposal | None:
+        """A draft as deep as what may still be emitted allows: the step adds one token of the target's own to it."""
+        max_depth = self.limits.room - len(self.result.tokens) - 1
+        if self.proposer is None or self.context is None or max_depth < 1:
+            return None
+        proposal = self.proposer.propose(self.state, self.context, max_depth)
+        if proposal is not None and not 1 <= proposal.tree.max_depth <= max_depth:
+            raise ValueError(
+                f"the proposer drafted {proposal.tree.max_depth} deep where 1 to {max_depth} was asked for"
+            )
+        return proposal
+
+    def _emit(self, tokens: list[int], num_accepted: int) -> StepOutput:
+        """Cuts ``tokens`` behind the first EOS, adds them to the result and notes whether the row ends here."""
+        eos = self.limits.eos
+        stop = next((i for i, token in enumerate(tokens) if token in eos), None)
+        if stop is not None:
+            tokens = tokens[: stop + 1]
+            self.result.finish_reason = "eos"
+        self.result.tokens += tokens
+        if stop is None and len(self.result.tokens) >= self.limits.room:
+            self.result.finish_reason = self.limits.at_room
+        del self.result.first_margins[len(self.result.tokens) :]
+        return StepOutput(tokens, min(num_accepted, len(tokens)))
+
+    def _count(self, plan: TreePlan, row: int, output: StepOutput) -> None:
+        """Enters the step that accepted ``row`` into the counts."""
+        whole = len(output.tokens) == len(plan.path_rows[row])
+        tested = output.num_accepted + (1 if whole and plan.has_children[row] else 0)
+        self.result.count_step(plan.size - 1, output.num_accepted, tested)
+
+    def _follow(self, choices: Tensor, features: Features, path: Tensor, length: int) -> None:
+        """Sets the next step's root and, for a proposer, what this step committed from position ``length`` on."""
+        following = choices if choices.shape == path.shape else choices.index_select(0, path)
+        self.root = following[-1:]
+        if self.proposer:
+            self.context = DraftContext(following[None], features.select(path), length)
+
+    def _margins(self, logits: Tensor, path: Tensor, count: int) -> None:
+        """Records the distance between the two best logits after each of the ``count`` rows of ``path``."""
+        if self.trace:
+            best = logits.index_select(0, path[:count]).float().topk(2, dim=-1).values
+            self.result.first_margins += (best[:, 0] - best[:, 1]).tolist()
+
+
+def _read(plan: TreePlan, tokens: Tensor, choices: Tensor) -> tuple[int, list[int]]:
+    """The accepted row and the tokens the target chose along its path: the one copy to the host of a step."""
+    if plan.size == 1:
+        return 0, choices.tolist()
+    row = accept_greedy(plan, tokens, choices)[None]
+    chosen = choices[plan.paths.index_select(0, row)[0]]
+    first, *emitted = torch.cat([row, chosen]).tolist()
+    return first, emitted[: len(plan.path_rows[first])]

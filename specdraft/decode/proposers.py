@@ -1,0 +1,70 @@
+"""What drafts tokens while decoding: the protocol, and draft heads behind it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.types import DraftContext, FeatureRequest
+from specdraft.decode._config import DecodeConfig
+from specdraft.heads.base import DraftHead
+from specdraft.targets.base import Target
+
+
+class Proposer(Protocol):
+    """Drafts for rows that a decoder runs. It keeps what belongs to a row in the state that ``begin`` returns."""
+
+    @property
+    def tree(self) -> DraftTree:
+        """The largest tree it drafts, in nodes and in depth."""
+        ...
+
+    def features(self) -> FeatureRequest:
+        """Hidden states the target must capture for it."""
+        ...
+
+    def begin(self, max_length: int) -> Any:
+        """State of a new row of at most ``max_length`` tokens, prompt included; opaque to the decoder."""
+        ...
+
+    def propose(self, state: Any, context: DraftContext, max_depth: int) -> Proposal | None:
+        """Takes in what was committed and drafts a tree of depth 1 to ``max_depth`` (at least 1), or None for nothing.
+
+        It is called once a step and sees every committed token exactly once, whether or not it drafts.
+        """
+        ...
+
+
+class HeadProposer:
+    """A draft head as a proposer over a fixed tree.
+
+    Raises:
+        ConfigError: the head cannot draft a tree of this depth or rank.
+    """
+
+    def __init__(self, head: DraftHead, target: Target, tree: DraftTree | None = None) -> None:
+        self.head = head
+        self.target = target
+        self.tree = DraftTree.chain(head.config.num_draft_tokens) if tree is None else tree
+        head.check_depth(self.tree)
+        self._trees = [self.tree.truncate(depth) for depth in range(1, self.tree.max_depth)] + [self.tree]
+
+    def features(self) -> FeatureRequest:
+        """What the head asks for."""
+        return self.head.features()
+
+    def begin(self, max_length: int) -> Any:
+        """The head's own state."""
+        return self.head.init_state(max_length, self.tree, self.target.unembedding)
+
+    def propose(self, state: Any, context: DraftContext, max_depth: int) -> Proposal | None:
+        """The head's draft of the tree, cut to ``max_depth``."""
+        tree = self._trees[min(max_depth, len(self._trees)) - 1]
+        return self.head.propose(state, context, self.target.embed, tree)
+
+
+def draft_tree(config: DecodeConfig, num_draft_tokens: int) -> DraftTree:
+    """The tree of the settings; ``num_draft_tokens`` is the depth of the head, taken where the settings name none."""
+    if config.tree is not None:
+        return DraftTree.from_paths(config.tree)
+    return DraftTree.chain(config.num_draft_tokens or num_draft_tokens)
