@@ -1,0 +1,124 @@
+"""Settings of the optimizer, the training loop and the metrics. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdraft.core.errors import ConfigError
+
+SCHEDULES = ("cosine", "linear", "constant")
+PRECISIONS = ("no", "bf16", "fp16")
+TRACKERS = ("none", "jsonl", "wandb")
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule; every count is in optimizer steps."""
+
+    lr: float = 1e-3
+    """Peak learning rate, reached after the warm-up."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the running mean of the gradient and of its square."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices; norms and biases are not decayed."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    schedule: str = "cosine"
+    """How the rate falls from the peak after the warm-up: cosine, linear, or constant (it does not)."""
+    warmup_ratio: float = 0.05
+    """Share of all optimizer steps in which the rate rises linearly from zero."""
+    min_lr_ratio: float = 0.0
+    """The rate at the end, as a share of ``lr``; must stay 0 with a constant schedule."""
+    max_grad_norm: float | None = 1.0
+    """The gradient is scaled down to this norm; null = never."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr < float("inf"):
+            raise ConfigError(f"optim.lr: must be positive, got {self.lr}; use e.g. 1e-3")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(
+                f"optim.betas: two numbers in [0, 1) are needed, got {self.betas}; use [0.9, 0.95]"
+            )
+        if self.weight_decay < 0.0:
+            raise ConfigError(f"optim.weight_decay: must not be negative, got {self.weight_decay}; use 0")
+        if self.eps <= 0.0:
+            raise ConfigError(f"optim.eps: must be positive, got {self.eps}; use 1e-8")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"optim.schedule: unknown, got {self.schedule!r}; use {', '.join(SCHEDULES)}")
+        for name in ("warmup_ratio", "min_lr_ratio"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"optim.{name}: must lie in 0..1, got {getattr(self, name)}; use e.g. 0.05")
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ConfigError(
+                f"optim.min_lr_ratio: has no effect on a constant rate, got {self.min_lr_ratio}; "
+                "use 0 or optim.schedule=cosine"
+            )
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0.0:
+            raise ConfigError(
+                f"optim.max_grad_norm: must be positive or null, got {self.max_grad_norm}; use null"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerConfig:
+    """How long, how often and in which precision a head is trained."""
+
+    epochs: int = 1
+    """Passes over the training rows."""
+    max_steps: int | None = None
+    """Optimizer steps after which training ends though epochs remain; null = no such limit."""
+    accumulation_steps: int = 1
+    """Micro-batches per process that make one optimizer step; the loss is normalised over all of them."""
+    mixed_precision: str = "bf16"
+    """Arithmetic of head and loss (weights stay fp32): no = fp32, bf16, or fp16 (GPU only, loss scaled)."""
+    log_every: int = 10
+    """Optimizer steps between two lines of metrics."""
+    eval_every: int | None = None
+    """Optimizer steps between two measurements of acceptance; null = at the end of every epoch."""
+    save_every: int | None = None
+    """Optimizer steps between two checkpoints; null = at the end of every epoch."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; older ones are removed once a newer one is complete."""
+    eval_prompts: int = 16
+    """Held-out prompts on which acceptance is measured to choose the best head; 0 = the best is the last."""
+    eval_max_new_tokens: int = 64
+    """Tokens decoded per held-out prompt in that measurement."""
+    skip_nonfinite: bool = False
+    """A step whose loss or gradient is not finite is skipped and counted; false = training stops there."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "accumulation_steps", "log_every", "keep_checkpoints", "eval_max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"trainer.{name}: must be at least 1, got {getattr(self, name)}; use 1 or more"
+                )
+        for name in ("max_steps", "eval_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"trainer.{name}: must be at least 1 or null, got {value}; use null or e.g. 100"
+                )
+        if self.eval_prompts < 0:
+            raise ConfigError(
+                f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none"
+            )
+        if self.mixed_precision not in PRECISIONS:
+            raise ConfigError(
+                f"trainer.mixed_precision: unknown, got {self.mixed_precision!r}; use {', '.join(PRECISIONS)}"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class TrackerConfig:
+    """Where metrics go besides the terminal."""
+
+    kind: str = "jsonl"
+    """none, jsonl (metrics.jsonl in the run's folder) or wandb (Weights & Biases, online or offline)."""
+    project: str = "specdraft"
+    """Project under which wandb files the run."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in TRACKERS:
+            raise ConfigError(f"tracker.kind: unknown, got {self.kind!r}; use {', '.join(TRACKERS)}")
+        if not self.project:
+            raise ConfigError("tracker.project: must not be empty, got ''; use e.g. specdraft")

@@ -1,0 +1,96 @@
+"""What a training run consists of and what it returns; the command line puts it together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+from specdraft.core.errors import ConfigError
+from specdraft.data.batching import BatchPlan
+from specdraft.data.chat import TokenRow
+from specdraft.heads.base import DraftHead
+from specdraft.losses.objectives import Objective, Teacher
+from specdraft.targets.base import Target
+from specdraft.train._config import OptimConfig, TrainerConfig
+from specdraft.train.state import EvalPoint, TrainState
+from specdraft.train.trackers import Tracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainInputs:
+    """A run. The same on every rank, except for ``plan.rank`` and the tracker."""
+
+    accelerator: Accelerator
+    target: Target
+    head: DraftHead
+    """Built, its draft vocabulary chosen, initialised from the target."""
+    objective: Objective
+    rows: Callable[[Sequence[int]], list[TokenRow]]
+    """The rows of some indices, in that order."""
+    plan: BatchPlan
+    """Its ``accumulation_steps`` and ``world_size`` say how many micro-batches make a step."""
+    pad_id: int
+    optim: OptimConfig
+    trainer: TrainerConfig
+    tracker: Tracker
+    folder: Path
+    """Receives ``checkpoints/``, ``best/`` and ``last/``."""
+    settings: dict[str, Any]
+    """Of the whole run: given to the tracker and written into the saved heads."""
+    seed: int = 0
+    """Of whatever a head draws at random; every rank draws its own."""
+    resume: str = "never"
+    """never, auto or must."""
+    evaluate: Callable[[DraftHead], EvalPoint] | None = None
+    """Measures acceptance, on rank 0 only; None = the last head counts as the best."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        steps = self.plan.steps_per_epoch * self.trainer.epochs
+        return steps if self.trainer.max_steps is None else min(steps, self.trainer.max_steps)
+
+    def teacher(self) -> Teacher:
+        """The target's side of the loss, over the head's draft vocabulary."""
+        unembed, vocab = self.target.unembedding, self.head.vocab
+        if vocab is None:
+            return Teacher(unembed, unembed, None)
+        every = vocab.t2d.new_ones(vocab.t2d.numel()).nonzero().flatten()
+        return Teacher(unembed, self.head.draft_unembedding(unembed), vocab.to_draft(every))
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """state: where training ended. stopped: True when a signal ended it early."""
+
+    state: TrainState
+    stopped: bool
+
+
+def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerator:
+    """The Accelerator of a run: the launcher's processes, the precision of ``trainer``, plain DDP.
+
+    ``device``: ``auto`` (every process its own accelerator, if there are any), ``cpu``, or one CUDA device.
+
+    Raises:
+        ConfigError: several processes on one device, or a precision that the device lacks.
+    """
+    if device.startswith("cuda"):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(f"target.device: several processes need a device each, got {device}; use auto")
+        torch.cuda.set_device(torch.device(device) if ":" in device else 0)
+    # Buffers are the draft-vocabulary map, equal everywhere from the start.
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False)
+    on_cpu = device == "cpu" or not torch.accelerator.is_available()
+    if trainer.mixed_precision == "fp16" and on_cpu:
+        raise ConfigError(
+            "trainer.mixed_precision: needs an accelerator, got fp16 on the CPU; use bf16 or no"
+        )
+    return Accelerator(mixed_precision=trainer.mixed_precision, cpu=on_cpu, kwargs_handlers=[ddp])

@@ -1,0 +1,127 @@
+"""What a run leaves on disk: checkpoints, the last head, and the best one by measured acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object, set_seed
+
+from specdraft.heads.storage import save_head
+from specdraft.train.checkpoint import (
+    Checkpoint,
+    choose_checkpoint,
+    optimizer_tensors,
+    read_checkpoint,
+    restore,
+    save_checkpoint,
+    update_state,
+)
+from specdraft.train.inputs import TrainInputs
+from specdraft.train.progress import Display
+from specdraft.train.state import EvalPoint, TrainState, kept_rng, on_main, rng_state
+
+logger = get_logger(__name__)
+
+
+class Keeper:
+    """Saves and restores a run. Every rank calls every method; rank 0 writes, all raise its errors."""
+
+    def __init__(self, run: TrainInputs, optimizer: torch.optim.Optimizer) -> None:
+        self.run = run
+        self.optimizer = optimizer
+        self.folder = run.folder / "checkpoints"
+        plan = run.plan
+        self._must_agree: dict[str, Any] = {
+            "rows": len(plan.lengths),
+            "batch_size": plan.batch_size,
+            "micro_batches_per_step": plan.accumulation_steps * plan.world_size,
+            "data_seed": plan.seed,
+            "bucket": plan.bucket,
+        }
+
+    def resume(self) -> TrainState:
+        """The state to start from; without a checkpoint, seeds what heads draw at random.
+
+        Raises:
+            CheckpointError: see ``choose_checkpoint`` and ``restore``.
+        """
+        accelerator = self.run.accelerator
+        path = on_main(accelerator, lambda: choose_checkpoint(self.folder, self.run.resume))
+        if path is None:
+            set_seed(self.run.seed, device_specific=True)
+            return TrainState()
+        checkpoint = read_checkpoint(path)
+        state = restore(
+            checkpoint, self.run.head, self.optimizer, self._must_agree, accelerator.process_index
+        )
+        if accelerator.scaler is not None and checkpoint.scaler:
+            accelerator.scaler.load_state_dict(checkpoint.scaler)
+        logger.info("continuing from %s (optimizer step %d)", path, state.step)
+        return state
+
+    def save(self, state: TrainState) -> None:
+        """A checkpoint and the last head.
+
+        Raises:
+            CheckpointError: they cannot be written; the checkpoint before is intact.
+        """
+        accelerator, head = self.run.accelerator, self.run.head
+        rng = gather_object([rng_state()])
+        scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else {}
+
+        def write() -> None:
+            tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+            optimizer = optimizer_tensors(head, self.optimizer)
+            checkpoint = Checkpoint(state, tensors, optimizer, rng, self._must_agree, scaler)
+            save_checkpoint(self.folder, checkpoint, self.run.trainer.keep_checkpoints)
+            self._save_head("last", state, None)
+
+        on_main(accelerator, write)
+
+    def measures_now(self, state: TrainState) -> bool:
+        """Whether acceptance is to be measured after this step."""
+        run = self.run
+        due = state.step == run.total_steps or (state.step > 0 and state.is_due(run.trainer.eval_every))
+        return run.evaluate is not None and due and state.evaluated_step < state.step
+
+    def progress(self, state: TrainState) -> dict[str, float]:
+        """How far the run is."""
+        epoch = state.epoch + state.step_in_epoch / self.run.plan.steps_per_epoch
+        return {"epoch": epoch, "tokens": state.tokens, "skipped_steps": state.skipped}
+
+    def evaluate(self, state: TrainState, display: Display) -> None:
+        """Measures acceptance on rank 0, keeps the best head, and notes both in the checkpoint."""
+        run = self.run
+        if run.evaluate is None:
+            return
+        measure = run.evaluate
+
+        def act() -> float:
+            run.head.eval()
+            with kept_rng(), torch.no_grad():
+                point = measure(run.head)
+            run.head.train()
+            run.tracker.log(state.step, point.values())
+            display.metrics(state.step, point.values())
+            if point.acceptance_length > state.best_value:
+                self._save_head("best", state, point)
+            return point.acceptance_length
+
+        value = on_main(run.accelerator, act)
+        state.evaluated_step = state.step
+        if value > state.best_value:
+            state.best_value, state.best_step = value, state.step
+        on_main(run.accelerator, lambda: update_state(self.folder, state))
+
+    def finish(self, state: TrainState) -> None:
+        """Without measurements the last head counts as the best."""
+        if self.run.evaluate is None:
+            on_main(self.run.accelerator, lambda: self._save_head("best", state, None))
+
+    def _save_head(self, name: str, state: TrainState, point: EvalPoint | None) -> None:
+        training: dict[str, Any] = {"step": state.step, "tokens": state.tokens, "settings": self.run.settings}
+        if point is not None:
+            training["acceptance_length"] = point.acceptance_length
+        save_head(self.run.head, self.run.folder / name, {"training": training})

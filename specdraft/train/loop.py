@@ -1,0 +1,168 @@
+"""The training loop: a window of micro-batches, one optimizer step, and what is due after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from specdraft.core.errors import SpecDraftError
+from specdraft.core.types import TokenBatch
+from specdraft.data.batching import collate
+from specdraft.losses.alignment import build_draft_batch
+from specdraft.losses.objectives import Teacher
+from specdraft.train.inputs import TrainInputs, TrainResult
+from specdraft.train.keeper import Keeper
+from specdraft.train.optim import build_optimizer, set_lr
+from specdraft.train.progress import Display, Meter
+from specdraft.train.state import StopSignal, TrainState, kept_rng, sum_over_ranks
+
+logger = get_logger(__name__)
+
+
+def train(run: TrainInputs) -> TrainResult:
+    """Trains ``run.head`` and leaves checkpoints, the last and the best head in ``run.folder``.
+
+    The loss of a step is a mean over all that is supervised in its window, of all micro-batches and ranks
+    together, so neither accumulation nor the number of processes changes a gradient. All ranks take every
+    branch together.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read or written.
+        SpecDraftError: loss or gradient is not finite; weights and the last checkpoint stay as they were.
+    """
+    accelerator, head, trainer, total_steps = run.accelerator, run.head, run.trainer, run.total_steps
+    head.to(device=accelerator.device, dtype=torch.float32).train()
+    optimizer = build_optimizer(head, run.optim)
+    keeper = Keeper(run, optimizer)
+    state = keeper.resume()
+    # Only the head is wrapped: the target has no gradient to exchange and is in no checkpoint.
+    model, stepper = accelerator.prepare(head, optimizer)
+    teacher, meter = run.teacher(), Meter(accelerator.device, head.config.num_draft_tokens)
+    with (
+        closing(run.tracker),
+        StopSignal() as signal,
+        Display(total_steps, state.step, accelerator.is_main_process) as display,
+    ):
+        with kept_rng():
+            run.tracker.start(state.step, run.settings)
+        if keeper.measures_now(state):
+            keeper.evaluate(state, display)  # a kill fell between the checkpoint and the measurement
+        stopped = False
+        for window in windows(run, state, meter):
+            lr = set_lr(optimizer, run.optim, total_steps, state.step)
+            work = [tokens for tokens in window if tokens.row_ids[0] >= 0]
+            denominator, num_tokens = sum_over_ranks(
+                accelerator,
+                [
+                    sum(float(run.objective.denominator(tokens)) for tokens in work),
+                    sum(float(tokens.attention_mask.sum()) for tokens in work),
+                ],
+            )
+            loss, grad_norm = 0.0, 0.0
+            if denominator:
+                local = backward(run, model, teacher, window, denominator, meter)
+                (loss,) = sum_over_ranks(accelerator, [local])
+                with meter.phase("optimizer"):
+                    grad_norm = update(run, stepper, state, loss)
+            else:
+                state.skipped += 1
+                logger.warning("step %d: nothing is supervised in this step's rows; skipped", state.step + 1)
+            state.advance(run.plan.steps_per_epoch)
+            state.tokens += int(num_tokens)
+            meter.add_step(loss, num_tokens)
+            display.advance()
+            if state.step % trainer.log_every == 0 or state.step == total_steps:
+                values = {
+                    **meter.collect(accelerator),
+                    "lr": lr,
+                    "grad_norm": grad_norm,
+                    **keeper.progress(state),
+                }
+                run.tracker.log(state.step, values)
+                display.metrics(state.step, values)
+            (stop,) = sum_over_ranks(accelerator, [float(signal.requested)])
+            stopped, done = bool(stop), state.step == total_steps
+            with meter.paused():
+                if stopped or done or state.is_due(trainer.save_every):
+                    keeper.save(state)  # before measuring, so that a kill there costs no step
+                if stopped and not done:
+                    display.line(f"stopped by a signal after step {state.step}; continue with resume=auto")
+                    break
+                if keeper.measures_now(state):
+                    keeper.evaluate(state, display)
+        keeper.finish(state)
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    head.eval()
+    return TrainResult(state, stopped=stopped and state.step < total_steps)
+
+
+def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Iterator[list[TokenBatch]]:
+    """This rank's micro-batches of every optimizer step from ``state`` on, which the caller advances."""
+    for epoch in range(state.epoch, run.trainer.epochs):
+        for micro_batches in run.plan.epoch(epoch)[state.step_in_epoch :]:
+            if state.step >= run.total_steps:
+                return
+            with meter.phase("data"):
+                window = [collate(run.rows(ids), run.pad_id, ids) for ids in micro_batches]
+            yield window
+
+
+def backward(
+    run: TrainInputs,
+    model: nn.Module,
+    teacher: Teacher,
+    window: list[TokenBatch],
+    denominator: float,
+    meter: Meter,
+) -> float:
+    """Adds the gradient of every micro-batch; returns this rank's part of the loss.
+
+    The gradients of the ranks meet once, in the last micro-batch, and every rank runs backward even without
+    an anchor: the objective's zero is connected to the graph. DDP averages over ranks, which the factor takes
+    back.
+    """
+    accelerator, target, request = run.accelerator, run.target, run.head.features()
+    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    for i, tokens in enumerate(window):
+        with meter.phase("target"):
+            tokens = tokens.to(accelerator.device)
+            batch = build_draft_batch(tokens, target.capture(tokens, request))
+        with meter.phase("draft"), nullcontext() if i + 1 == len(window) else accelerator.no_sync(model):
+            with accelerator.autocast():
+                result = run.objective(model(batch, target.embed, target.unembedding), batch, teacher)
+            loss: Tensor = result.loss_sum / denominator
+            accelerator.backward(loss * accelerator.num_processes)
+        total += loss.detach()
+        meter.add_stats(result.stats)
+    return float(total)
+
+
+def update(run: TrainInputs, stepper: AcceleratedOptimizer, state: TrainState, loss: float) -> float:
+    """Moves the weights if loss and gradient are finite; returns the gradient's norm before clipping."""
+    accelerator = run.accelerator
+    limit = run.optim.max_grad_norm or math.inf
+    grad_norm = float(accelerator.clip_grad_norm_(run.head.parameters(), limit))
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    if not finite:
+        # fp16 overflows now and then: the scaler then skips the step and lowers its factor, until that is
+        # spent.
+        overflow = (
+            accelerator.scaler is not None and math.isfinite(loss) and accelerator.scaler.get_scale() > 1.0
+        )
+        if not overflow and not run.trainer.skip_nonfinite:
+            raise SpecDraftError(
+                f"optim.lr: loss or gradient is not finite at step {state.step + 1}, got loss {loss} and "
+                f"gradient norm {grad_norm}; lower it or set trainer.skip_nonfinite=true, then use resume=auto"
+            )
+        state.skipped += 1
+        logger.warning("step %d: loss %s, gradient norm %s; skipped", state.step + 1, loss, grad_norm)
+    if finite or accelerator.scaler is not None:
+        stepper.step()
+    stepper.zero_grad(set_to_none=True)
+    return grad_norm
