@@ -50,9 +50,7 @@ def make_rows(count: int = 12, masked: tuple[int, ...] = ()) -> list[TokenRow]:
 def make_head(kind: str = "medusa", **settings: Any) -> DraftHead:
     """A head with the weights that training starts from."""
     torch.manual_seed(0)
-    head = head_config(kind, {"num_draft_tokens": 3, **SETTINGS.get(kind, {}), **settings}).build(
-        target().spec
-    )
+    head = head_config(kind, {"num_draft_tokens": 3, **SETTINGS.get(kind, {}), **settings}).build(target().spec)
     if head.vocab is not None:
         head.vocab.set_tokens(range(0, 2 * head.vocab.d2t.numel(), 2))
     head.init_from_target(target().embed, target().unembedding)

@@ -36,9 +36,7 @@ class OptimConfig:
         if not 0.0 < self.lr < float("inf"):
             raise ConfigError(f"optim.lr: must be positive, got {self.lr}; use e.g. 1e-3")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(
-                f"optim.betas: two numbers in [0, 1) are needed, got {self.betas}; use [0.9, 0.95]"
-            )
+            raise ConfigError(f"optim.betas: two numbers in [0, 1) are needed, got {self.betas}; use [0.9, 0.95]")
         if self.weight_decay < 0.0:
             raise ConfigError(f"optim.weight_decay: must not be negative, got {self.weight_decay}; use 0")
         if self.eps <= 0.0:
@@ -54,9 +52,7 @@ class OptimConfig:
                 "use 0 or optim.schedule=cosine"
             )
         if self.max_grad_norm is not None and self.max_grad_norm <= 0.0:
-            raise ConfigError(
-                f"optim.max_grad_norm: must be positive or null, got {self.max_grad_norm}; use null"
-            )
+            raise ConfigError(f"optim.max_grad_norm: must be positive or null, got {self.max_grad_norm}; use null")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,19 +85,13 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "accumulation_steps", "log_every", "keep_checkpoints", "eval_max_new_tokens"):
             if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"trainer.{name}: must be at least 1, got {getattr(self, name)}; use 1 or more"
-                )
+                raise ConfigError(f"trainer.{name}: must be at least 1, got {getattr(self, name)}; use 1 or more")
         for name in ("max_steps", "eval_every", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(
-                    f"trainer.{name}: must be at least 1 or null, got {value}; use null or e.g. 100"
-                )
+                raise ConfigError(f"trainer.{name}: must be at least 1 or null, got {value}; use null or e.g. 100")
         if self.eval_prompts < 0:
-            raise ConfigError(
-                f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none"
-            )
+            raise ConfigError(f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none")
         if self.mixed_precision not in PRECISIONS:
             raise ConfigError(
                 f"trainer.mixed_precision: unknown, got {self.mixed_precision!r}; use {', '.join(PRECISIONS)}"

@@ -149,9 +149,7 @@ def _digest(path: Path) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in ``folder``, the newest step first."""
-    found = [
-        (int(match[1]), path) for path in folder.glob("step-*") if (match := _FOLDER.fullmatch(path.name))
-    ]
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -169,9 +167,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             )
         for name, digest in record["sha256"].items():
             if _digest(path / name) != digest:
-                raise CheckpointError(
-                    f"resume: the checksum of {name} is wrong, got a torn or altered file in {path}"
-                )
+                raise CheckpointError(f"resume: the checksum of {name} is wrong, got a torn or altered file in {path}")
         return Checkpoint(
             state=TrainState(**record["state"]),
             head=load_file(path / HEAD_NAME),
@@ -194,9 +190,7 @@ def choose_checkpoint(folder: Path, resume: str) -> Path | None:
     """
     paths = [] if resume == "never" else list_checkpoints(folder)
     if resume == "must" and not paths:
-        raise CheckpointError(
-            f"resume: there is no checkpoint to continue from, got must in {folder}; use resume=auto"
-        )
+        raise CheckpointError(f"resume: there is no checkpoint to continue from, got must in {folder}; use resume=auto")
     for path in paths:
         try:
             read_checkpoint(path)
@@ -258,8 +252,6 @@ def _load_optimizer(tensors: dict[str, Tensor], head: DraftHead, optimizer: torc
     for key, value in tensors.items():
         name, _, kind = key.rpartition(":")
         if name not in order:
-            raise CheckpointError(
-                f"resume: the head has no trained parameter {name}, got optimizer state for it"
-            )
+            raise CheckpointError(f"resume: the head has no trained parameter {name}, got optimizer state for it")
         states.setdefault(order.index(name), {})[kind] = value
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})

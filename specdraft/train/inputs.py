@@ -90,7 +90,5 @@ def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerato
     ddp = DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False)
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     if trainer.mixed_precision == "fp16" and on_cpu:
-        raise ConfigError(
-            "trainer.mixed_precision: needs an accelerator, got fp16 on the CPU; use bf16 or no"
-        )
+        raise ConfigError("trainer.mixed_precision: needs an accelerator, got fp16 on the CPU; use bf16 or no")
     return Accelerator(mixed_precision=trainer.mixed_precision, cpu=on_cpu, kwargs_handlers=[ddp])

@@ -53,9 +53,7 @@ class Keeper:
             set_seed(self.run.seed, device_specific=True)
             return TrainState()
         checkpoint = read_checkpoint(path)
-        state = restore(
-            checkpoint, self.run.head, self.optimizer, self._must_agree, accelerator.process_index
-        )
+        state = restore(checkpoint, self.run.head, self.optimizer, self._must_agree, accelerator.process_index)
         if accelerator.scaler is not None and checkpoint.scaler:
             accelerator.scaler.load_state_dict(checkpoint.scaler)
         logger.info("continuing from %s (optimizer step %d)", path, state.step)

@@ -152,13 +152,11 @@ def update(run: TrainInputs, stepper: AcceleratedOptimizer, state: TrainState, l
     if not finite:
         # fp16 overflows now and then: the scaler then skips the step and lowers its factor, until that is
         # spent.
-        overflow = (
-            accelerator.scaler is not None and math.isfinite(loss) and accelerator.scaler.get_scale() > 1.0
-        )
+        overflow = accelerator.scaler is not None and math.isfinite(loss) and accelerator.scaler.get_scale() > 1.0
         if not overflow and not run.trainer.skip_nonfinite:
             raise SpecDraftError(
                 f"optim.lr: loss or gradient is not finite at step {state.step + 1}, got loss {loss} and "
-                f"gradient norm {grad_norm}; lower it or set trainer.skip_nonfinite=true, then use resume=auto"
+                f"gradient norm {grad_norm}; lower it or use trainer.skip_nonfinite=true, with resume=auto"
             )
         state.skipped += 1
         logger.warning("step %d: loss %s, gradient norm %s; skipped", state.step + 1, loss, grad_norm)
