@@ -1,0 +1,145 @@
+"""What is checked and expanded in the words after a sub-command before Hydra reads them. No Hydra here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import get_type_hints
+
+from specdraft.config.head_schemas import head_schemas
+from specdraft.config.paths import config_dir
+from specdraft.config.schema import RUNS, SHORTHANDS
+from specdraft.core.errors import ConfigError
+from specdraft.heads._config import HeadConfig
+
+FREE_TEXT = ("prompt",)
+"""Keys whose value is taken as typed: commas, quotes, braces and all."""
+
+
+@cache
+def known_keys(config_class: type) -> tuple[str, ...]:
+    """Every dotted key of a dataclass, groups included; of ``head`` those of all kinds."""
+    keys: list[str] = []
+    for name, hint in get_type_hints(config_class).items():
+        keys.append(name)
+        if is_dataclass(hint):
+            kinds = [hint, *(head_schemas().values() if hint is HeadConfig else [])]
+            keys += dict.fromkeys(f"{name}.{key}" for kind in kinds for key in known_keys(kind))
+    return tuple(keys)
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """What to do instead of ``word``: near matches, else keys that end in it, else all options."""
+    options = list(dict.fromkeys(options))
+    near = difflib.get_close_matches(word, options, n=3)
+    near = near or [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"use one of {', '.join(options)}" if options else "remove it"
+
+
+def options_of(group: str) -> list[str]:
+    """The options that specdraft's own YAML has for a group; none = no such group."""
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def no_such_option(key: str, value: object, options: Iterable[str]) -> ConfigError:
+    """The error for a choice that does not exist."""
+    return ConfigError(f"{key}: no such option, got {value}; {did_you_mean(str(value), options)}")
+
+
+def unknown_key(key: str, value: object, config_class: type, siblings: Sequence[str] = ()) -> ConfigError:
+    """The error for a key that does not exist; ``siblings`` are the keys that do at its place, if that is known."""
+    parent, _, leaf = key.rpartition(".")
+    if not siblings:
+        hint = did_you_mean(key, known_keys(config_class))
+        if not hint.startswith("did"):
+            hint = f"use one of {', '.join(name for name in known_keys(config_class) if '.' not in name)}"
+    else:
+        at_place = f"{parent}." if parent else ""
+        near = [f"{at_place}{name}" for name in difflib.get_close_matches(leaf, siblings, n=2)]
+        near = near or [name for name in known_keys(config_class) if name.rpartition(".")[2] == leaf]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(siblings)}"
+    return ConfigError(f"{key}: no such setting, got {value}; {hint}")
+
+
+def prepare_overrides(command: str, words: Sequence[str]) -> list[str]:
+    """Overrides as Hydra takes them: shorthands spelled out, free text quoted.
+
+    Raises:
+        ConfigError: a word that is no override, or that could only have an effect the user did not mean.
+    """
+    return [_prepare(command, word) for word in words]
+
+
+def _prepare(command: str, word: str) -> str:
+    sign = word[: len(word) - len(word.lstrip("+~"))]
+    key, equals, value = word[len(sign) :].partition("=")
+    if not key or (not equals and sign != "~"):
+        hint = f"write experiment={word}" if word in options_of("experiment") else "write key=value"
+        raise ConfigError(f"{word or repr(word)}: is no setting, got a word without key=value; {hint}")
+    if not sign and key in SHORTHANDS.get(command, {}):
+        return _spell_out(SHORTHANDS[command][key], value)
+    if key in FREE_TEXT and not sign:
+        return f"{key}={_quoted(value)}"
+    known = known_keys(RUNS[command])
+    if sign == "~" and (key in known or key == "experiment"):
+        raise ConfigError(f"~{key}: cannot be left out, got {word}; set it to another value instead")
+    is_group = key in [name for name in (*known, "experiment") if "." not in name] and bool(options_of(key))
+    if sign == "+" and (key in known or is_group):
+        raise ConfigError(f"+{key}: exists already, got {word}; write {word[1:]}")
+    if sign == "++" and is_group:
+        raise ConfigError(f"++{key}: is a choice, got {word}; write {word[2:]}")
+    if is_group and equals and value in ("", "null"):
+        if key == "experiment":
+            return word
+        raise no_such_option(key, value or "''", options_of(key))
+    return word
+
+
+def _spell_out(key: str, value: str) -> str:
+    """A shorthand's long form; the one that takes a list accepts a single name, too."""
+    if key == "eval.prompts" and not value.startswith("["):
+        value = f"[{value}]"
+    return f"{key}={value}"
+
+
+def escape_interpolation(text: str) -> str:
+    """``text`` as OmegaConf has to be given it so that ``${`` stays as it is."""
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+
+
+def _quoted(text: str) -> str:
+    """``text`` as a quoted string of Hydra's grammar, with nothing left to interpret; text in quotes is left alone."""
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        return text
+    # A backslash of Hydra's grammar counts as an escape only in a run that ends at a quote.
+    text = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", escape_interpolation(text))
+    trailing = len(text) - len(text.rstrip("\\"))
+    return f"'{text}{chr(92) * trailing}'"
+
+
+def split_search_path(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides without ``hydra.searchpath``, and the folders to search: ``config_dirs``, then those it lists.
+
+    Raises:
+        ConfigError: a folder of ``config_dirs`` does not exist, or another setting of Hydra's own: it has no effect.
+    """
+    for folder in config_dirs:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir: no such folder, got {folder}; give a folder with YAML")
+    paths = [f"file://{Path(folder).absolute()}" for folder in config_dirs]
+    rest = []
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key == "hydra.searchpath":
+            paths += [part.strip(" '\"") for part in value.strip("[] ").split(",") if part.strip()]
+        elif key.partition(".")[0] == "hydra" or key.startswith("hydra/"):
+            raise ConfigError(f"{key}: has no effect without --multirun, got {value}; use output_dir and name, or remove it")
+        else:
+            rest.append(override)
+    return rest, paths

@@ -1,0 +1,235 @@
+"""What each sub-command is configured with: the owners' settings put together, and the rules between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specdraft.config.paths import check_name
+from specdraft.core.errors import ConfigError
+from specdraft.data._config import DataConfig
+from specdraft.decode._config import DecodeConfig
+from specdraft.eval._config import EvalConfig
+from specdraft.export._config import ExportConfig
+from specdraft.heads._config import HeadConfig
+from specdraft.losses._config import LossConfig
+from specdraft.targets._config import TargetConfig
+from specdraft.train._config import OptimConfig, TrackerConfig, TrainerConfig
+
+RESUME = ("never", "auto", "must")
+FROM_HEAD = "from_head"
+"""``target.name`` that stands for the target a head was trained for."""
+MISSING = "???"
+"""A value the user has to give (OmegaConf's mark)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExperimentRun:
+    """What prepare, train, doctor and run share: one experiment file configures all four."""
+
+    name: str = MISSING
+    """Folder of the run under output_dir."""
+    seed: int = 0
+    """Of the head's first weights, the noise of training and every draw that has no seed of its own."""
+    output_dir: str = "outputs"
+    """Folder that holds the runs and the prepared data."""
+    resume: str = "never"
+    """never: the run's folder must be empty; auto: continue from the last checkpoint if there is one; must: continue."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    """The frozen model that is made faster."""
+    head: HeadConfig = field(default_factory=HeadConfig)
+    """The draft head."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The training conversations."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """The training loss."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer and its schedule."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Length, precision and rhythm of training."""
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    """Where metrics go."""
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """How the head drafts when its acceptance is measured."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """What `run` measures at the end."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.name == "data" and self.data.cache_dir is None:
+            raise ConfigError("name: is the folder of the prepared data, got 'data'; use another name")
+        if self.resume not in RESUME:
+            raise ConfigError(f"resume: unknown, got {self.resume!r}; use {', '.join(RESUME)}")
+        if not self.output_dir:
+            raise ConfigError("output_dir: must not be empty, got ''; use e.g. outputs")
+        if self.target.name == FROM_HEAD:
+            raise ConfigError(f"target.name: there is no trained head yet, got {FROM_HEAD!r}; name a model, e.g. smollm2")
+        self._check_lengths()
+        if self.trainer.eval_every is not None and not self.trainer.eval_prompts:
+            raise ConfigError(
+                f"trainer.eval_every: has no effect without trainer.eval_prompts, got {self.trainer.eval_every}; "
+                "use null or set trainer.eval_prompts"
+            )
+
+    def _check_lengths(self) -> None:
+        """Rules between the depth of the head, the drafts of decoding and the rows of the data."""
+        depth = self.head.num_draft_tokens
+        if self.data.max_length < depth + 2:
+            raise ConfigError(
+                f"data.max_length: must be at least head.num_draft_tokens + 2 ({depth + 2}), got {self.data.max_length}; "
+                "use longer rows"
+            )
+        if self.data.regenerate and self.data.max_new_tokens >= self.data.max_length:
+            raise ConfigError(
+                f"data.max_new_tokens: leaves no room for a prompt in data.max_length ({self.data.max_length}), "
+                f"got {self.data.max_new_tokens}; use fewer"
+            )
+        if self.decode.num_draft_tokens is not None and self.decode.num_draft_tokens > depth:
+            raise ConfigError(
+                f"decode.num_draft_tokens: must not exceed head.num_draft_tokens ({depth}), "
+                f"got {self.decode.num_draft_tokens}; use at most {depth} or null"
+            )
+        deepest = max((len(path) for path in self.decode.tree or []), default=0)
+        if deepest > depth:
+            raise ConfigError(
+                f"decode.tree: must not be deeper than head.num_draft_tokens ({depth}), got a path of {deepest}; "
+                "shorten it"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, the same on every rank."""
+        return Path(self.output_dir) / self.name
+
+    @property
+    def data_dir(self) -> Path:
+        """The folder of prepared data sets."""
+        return Path(self.data.cache_dir) if self.data.cache_dir is not None else Path(self.output_dir) / "data"
+
+
+@dataclass(slots=True, kw_only=True)
+class PrepareRun(ExperimentRun):
+    """Renders the training conversations and lets the target answer them; reads target, data and output_dir."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainRun(ExperimentRun):
+    """Trains a head, preparing the data first where that was not done."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PipelineRun(ExperimentRun):
+    """Prepares, trains, measures the best head and prints the result."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DoctorRun(ExperimentRun):
+    """Checks target, template, masks and head before a long run; writes nothing."""
+
+    examples: int = 1
+    """Rendered conversations that are shown."""
+    rows: int = 32
+    """Conversations that are rendered and checked."""
+
+    def __post_init__(self) -> None:
+        ExperimentRun.__post_init__(self)
+        if self.rows < 1:
+            raise ConfigError(f"rows: must be at least 1, got {self.rows}; use e.g. 32")
+        if not 0 <= self.examples <= self.rows:
+            raise ConfigError(f"examples: must lie in 0..rows ({self.rows}), got {self.examples}; use 1")
+
+
+@dataclass(slots=True, kw_only=True)
+class HeadSource:
+    """Where a trained head is."""
+
+    path: str | None = None
+    """Folder such as outputs/x/best, or Hub id; null = no head, plain decoding."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id; null = the default branch."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not self.path:
+            raise ConfigError("head: must not be empty, got ''; give a folder or a Hub id")
+        if self.revision is not None and (self.path is None or Path(self.path).is_dir()):
+            raise ConfigError(f"head.revision: has no effect without a Hub id, got {self.revision!r}; remove it")
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalRun:
+    """Measures a trained head: acceptance, speed, and whether the output is unchanged."""
+
+    head: HeadSource = field(default_factory=HeadSource)
+    """The head to measure; ``head=PATH`` for short."""
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(name=FROM_HEAD))
+    """The model to decode; ``from_head`` = the one the head was trained for."""
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """How the head drafts."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Prompts and repetitions; ``prompts=NAME_OR_FILE`` for short."""
+    output: str | None = None
+    """File for the results; null = results.json in the head's folder, or here for a head from the Hub."""
+
+    def __post_init__(self) -> None:
+        if self.head.path is None:
+            raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id")
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateRun:
+    """Answers one prompt on the terminal, token by token."""
+
+    prompt: str = MISSING
+    """The user's message, or the text to continue with ``raw``."""
+    raw: bool = False
+    """True: the prompt is continued as it is; false = it goes through the chat template."""
+    head: HeadSource = field(default_factory=HeadSource)
+    """The head that drafts; null = plain decoding."""
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(name=FROM_HEAD))
+    """The model that answers; ``from_head`` = the one the head was trained for."""
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """Length, drafts and display."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("prompt: must not be empty, got ''; write prompt='...'")
+        if self.head.path is not None:
+            return
+        if self.target.name == FROM_HEAD:
+            raise ConfigError(f"target.name: there is no head to take it from, got {FROM_HEAD!r}; add target.name=smollm2")
+        if self.decode.show or self.decode.tree is not None or self.decode.num_draft_tokens is not None:
+            raise ConfigError("decode: show, tree and num_draft_tokens have no effect, got no head; add head=FOLDER")
+
+
+@dataclass(slots=True, kw_only=True)
+class ExportRun:
+    """Writes a trained head in the format of its users, and uploads it if asked to."""
+
+    head: HeadSource = field(default_factory=HeadSource)
+    """The head to export; ``head=PATH`` for short."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    """Format and destination; ``format=``, ``push_to=``, ``private=``, ``dry_run=`` and ``output=`` for short."""
+
+    def __post_init__(self) -> None:
+        if self.head.path is None:
+            raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id")
+
+
+RUNS: dict[str, type] = {
+    "doctor": DoctorRun,
+    "prepare": PrepareRun,
+    "train": TrainRun,
+    "eval": EvalRun,
+    "generate": GenerateRun,
+    "export": ExportRun,
+    "run": PipelineRun,
+}
+"""Sub-command -> what it is configured with; the primary config has the sub-command's name."""
+
+SHORTHANDS: dict[str, dict[str, str]] = {
+    "eval": {"head": "head.path", "prompts": "eval.prompts"},
+    "generate": {"head": "head.path"},
+    "export": {"head": "head.path"}
+    | {name: f"export.{name}" for name in ("format", "push_to", "private", "dry_run", "output")},
+}
+"""Keys that the command line offers for longer ones."""
