@@ -23,8 +23,8 @@ class LossConfig:
     outside_vocab: str = "label"
     """Which anchors leave the loss when a draft vocabulary lacks their token: label = the text's token, argmax = the
     target's own most likely token (a product with the full lm_head), keep = none. Metrics count them as misses."""
-    chunk_size: int = 512
-    """Anchors whose logits exist at one time."""
+    chunk_size: int = 1024
+    """Rows of logits (anchors times depths) that exist at one time."""
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -45,4 +45,4 @@ class LossConfig:
         if self.outside_vocab not in ("label", "argmax", "keep"):
             raise ConfigError(f"loss.outside_vocab: unknown, got {self.outside_vocab!r}; use label, argmax or keep")
         if self.chunk_size < 1:
-            raise ConfigError(f"loss.chunk_size: must be at least 1, got {self.chunk_size}; use e.g. 512")
+            raise ConfigError(f"loss.chunk_size: must be at least 1, got {self.chunk_size}; use e.g. 1024")

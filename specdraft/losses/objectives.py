@@ -1,10 +1,9 @@
-"""The training objective: loss terms over draft depths, in chunks, so that logits never exist for more than one chunk."""
+"""The training objective: loss terms over draft depths, their weights, their normalisation and the counts they give."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +11,8 @@ from torch import Tensor
 from specdraft.core.types import DraftBatch, DraftStep, TokenBatch, Unembedding
 from specdraft.losses._config import LossConfig
 from specdraft.losses.alignment import Aligned, align, anchor_positions
+from specdraft.losses.chunked import ChunkedCrossEntropy, ChunkPlan
 from specdraft.losses.metrics import StepStats
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 @dataclass(frozen=True)
 class LossResult:
@@ -132,118 +128,8 @@ class Objective:
             soft=self.config.terms.get("soft_ce", 0.0),
             chunk_size=self.config.chunk_size,
         )
-        weights = [w for w in plan.trained_weights]
-        out = ChunkedCrossEntropy.apply(plan, *(step.hidden for step in steps), *weights)
+        out = ChunkedCrossEntropy.apply(plan, *(step.hidden for step in steps), *plan.trained_weights)
         return out[0], [hit & a.valid for hit, a in zip(out[1:], aligned, strict=True)]
-
-
-@dataclass(frozen=True)
-class ChunkPlan:
-    """Everything ``ChunkedCrossEntropy`` needs that takes no gradient. Lists run over the K steps, tensors over anchors.
-
-    labels: ``[N]`` int64 draft ids, -1 outside. scales: ``[N]`` float32, 0 outside the loss. positions: ``[N]`` int64,
-    ascending flat teacher positions. teacher_hidden: ``[B*T, H]`` or None without a soft term.
-    """
-
-    steps: Sequence[DraftStep]
-    labels: list[Tensor]
-    scales: list[Tensor]
-    positions: list[Tensor]
-    teacher_hidden: Tensor | None
-    teacher: Unembedding
-    hard: float
-    soft: float
-    chunk_size: int
-
-    @property
-    def trained_weights(self) -> list[Tensor]:
-        """Distinct lm_head weights among the steps that are trained, in order of first use."""
-        seen: dict[int, Tensor] = {}
-        for step in self.steps:
-            if step.unembed.weight.requires_grad:
-                seen.setdefault(id(step.unembed.weight), step.unembed.weight)
-        return list(seen.values())
-
-    def chunks(self) -> Iterator[tuple[Tensor | None, list[tuple[int, Tensor, Tensor | None]]]]:
-        """Yields teacher positions (at most ``chunk_size``) and per step (index, anchors in the loss, place in chunk).
-
-        Steps that share a teacher position meet in one chunk, so that the teacher's logits are made once for all depths.
-        """
-        active = [scale.nonzero().flatten() for scale in self.scales]
-        if self.teacher_hidden is None:
-            for k, rows in enumerate(active):
-                for part in rows.split(self.chunk_size):
-                    if part.numel():
-                        yield None, [(k, part, None)]
-            return
-        used = torch.cat([self.positions[k][rows] for k, rows in enumerate(active)])
-        unique = torch.unique(used)
-        places = [torch.searchsorted(unique, self.positions[k][rows]) for k, rows in enumerate(active)]
-        for start in range(0, unique.numel(), self.chunk_size):
-            stop = start + self.chunk_size
-            members: list[tuple[int, Tensor, Tensor | None]] = []
-            for k, rows in enumerate(active):
-                inside = (places[k] >= start) & (places[k] < stop)
-                members.append((k, rows[inside], places[k][inside] - start))
-            yield unique[start:stop], members
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of the draft logits against labels and the target's distribution, made and differentiated by chunks.
-
-    The gradient with respect to hidden states and trained lm_heads is computed in the forward pass, where the logits
-    of the chunk exist anyway, and only scaled in the backward pass: two products more than a forward, none repeated.
-    Returns the losses ``[K]`` float64 and, per step, ``[N]`` bool: the argmax of the draft logits is the label.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, plan: ChunkPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """tensors: K hidden states ``[N, H']``, then the distinct trained lm_head weights ``[D, H']``."""
-        num_steps = len(plan.steps)
-        hidden, weights = tensors[:num_steps], tensors[num_steps:]
-        device = hidden[0].device
-        compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
-        weight_index = {id(weight): i for i, weight in enumerate(plan.trained_weights)}
-        casts = {id(s.unembed.weight): s.unembed.weight.detach().to(compute) for s in plan.steps}
-        grad_hidden = [torch.zeros_like(h) if h.requires_grad else None for h in hidden]
-        grad_weight = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        losses = torch.zeros(num_steps, dtype=torch.float64, device=device)
-        hits = [torch.zeros(h.shape[0], dtype=torch.bool, device=device) for h in hidden]
-        teacher_weight = plan.teacher.weight.detach().to(compute)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            for positions, members in plan.chunks():
-                probs = None
-                if positions is not None and plan.teacher_hidden is not None:
-                    logits = _logits(plan.teacher_hidden[positions].to(compute), teacher_weight, plan.teacher)
-                    probs = logits.softmax(-1)
-                for k, rows, place in members:
-                    if not rows.numel():
-                        continue
-                    unembed = plan.steps[k].unembed
-                    weight = casts[id(unembed.weight)]
-                    rows_hidden = hidden[k][rows].to(compute)
-                    logits = _logits(rows_hidden, weight, unembed)
-                    labels, scale = plan.labels[k][rows], plan.scales[k][rows]
-                    hits[k][rows] = logits.argmax(-1) == labels
-                    row_probs = None if probs is None or place is None else probs[place]
-                    loss, grad = _cross_entropy(logits, labels, row_probs, plan.hard, plan.soft)
-                    losses[k] += (loss * scale).sum(dtype=torch.float64)
-                    grad = _through_finish(grad.mul_(scale[:, None]), logits, unembed).to(compute)
-                    target = grad_hidden[k]
-                    if target is not None:
-                        target[rows] = (grad @ weight).to(target.dtype)
-                    index = weight_index.get(id(unembed.weight))
-                    if index is not None:
-                        grad_weight[index] += grad.t() @ rows_hidden
-        ctx.grads = (*grad_hidden, *(g.to(w.dtype) for g, w in zip(grad_weight, weights, strict=True)))
-        ctx.mark_non_differentiable(*hits)
-        return (losses, *hits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """The depths share one upstream gradient: their losses are summed with equal weight."""
-        upstream = grads[0][0]
-        return (None, *(None if g is None else g * upstream.to(g.dtype) for g in ctx.grads))
 
 
 def _connected_zero(steps: Sequence[DraftStep]) -> Tensor:
@@ -252,42 +138,6 @@ def _connected_zero(steps: Sequence[DraftStep]) -> Tensor:
     if not steps[0].hidden.shape[0]:
         zero = zero + sum((step.unembed.weight.sum() * 0.0 for step in steps if step.unembed.weight.requires_grad), zero)
     return zero
-
-
-def _logits(hidden: Tensor, weight: Tensor, unembed: Unembedding) -> Tensor:
-    """``[n, H]`` -> float32 logits ``[n, D]``, scaled and soft-capped."""
-    bias = None if unembed.bias is None else unembed.bias.detach().to(hidden.dtype)
-    return unembed.finish(torch.nn.functional.linear(hidden, weight, bias).float())
-
-
-def _cross_entropy(
-    logits: Tensor, labels: Tensor, probs: Tensor | None, hard: float, soft: float
-) -> tuple[Tensor, Tensor]:
-    """Loss ``[n]`` and its gradient with respect to ``logits`` ``[n, D]``; a label of -1 has no hard part."""
-    log_q = logits.log_softmax(-1)
-    loss = torch.zeros(logits.shape[0], device=logits.device)
-    weight = torch.zeros_like(loss)
-    grad = log_q.exp()
-    known = (labels >= 0).float() * hard
-    if probs is not None:
-        weight = weight + soft
-        loss = loss - soft * (probs * log_q).sum(-1)
-    weight = weight + known
-    grad.mul_(weight[:, None])
-    if probs is not None:
-        grad.add_(probs, alpha=-soft)
-    if hard:
-        index = labels.clamp(min=0)[:, None]
-        loss = loss - known * log_q.gather(1, index)[:, 0]
-        grad.scatter_add_(1, index, -known[:, None])
-    return loss, grad
-
-
-def _through_finish(grad: Tensor, logits: Tensor, unembed: Unembedding) -> Tensor:
-    """Gradient with respect to ``h W^T + b`` from that with respect to the scaled, soft-capped ``logits``."""
-    if unembed.softcap is not None:
-        grad = grad * (1 - (logits / unembed.softcap).square())
-    return grad * unembed.scale if unembed.scale != 1.0 else grad
 
 
 def _smooth_l1(step: DraftStep, aligned: Aligned, scale: Tensor, batch: DraftBatch) -> Tensor:

@@ -94,11 +94,11 @@ def test_chunked_equals_eager(fields: dict[str, object], unembed: dict[str, floa
 
 
 def test_logits_exist_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdraft.losses import objectives
+    from specdraft.losses import chunked
 
     rows: list[int] = []
-    original = objectives._logits
-    monkeypatch.setattr(objectives, "_logits", lambda h, w, u: rows.append(h.shape[0]) or original(h, w, u))
+    original = chunked._product
+    monkeypatch.setattr(chunked, "_product", lambda h, w, u: rows.append(h.shape[0]) or original(h, w, u))
     steps, batch, teacher = steps_and_batch(True, {})
     Objective(LossConfig(chunk_size=4))(steps, batch, teacher)
     assert max(rows) <= 4 < batch.anchors.numel()

@@ -1,0 +1,235 @@
+"""Cross-entropy over draft logits that exist for one chunk of anchors at a time, with its gradient made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdraft.core.types import DraftStep, Unembedding
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Everything ``ChunkedCrossEntropy`` needs that takes no gradient. Lists run over the K steps, tensors over anchors.
+
+    labels: ``[N]`` int64 draft ids, -1 outside. scales: ``[N]`` float32, 0 outside the loss. positions: ``[N]`` int64,
+    flat teacher positions. teacher_hidden: ``[B*T, H]`` or None without a soft term. teacher: the target's lm_head over
+    the draft vocabulary. hard, soft: weights of the two terms. chunk_size: most rows of logits at one time.
+    """
+
+    steps: Sequence[DraftStep]
+    labels: list[Tensor]
+    scales: list[Tensor]
+    positions: list[Tensor]
+    teacher_hidden: Tensor | None
+    teacher: Unembedding
+    hard: float
+    soft: float
+    chunk_size: int
+
+    @property
+    def trained_weights(self) -> list[Tensor]:
+        """Distinct lm_head weights among the steps that are trained, in order of first use."""
+        return [u.weight for u, _ in self.groups() if u.weight.requires_grad]
+
+    def groups(self) -> list[tuple[Unembedding, list[int]]]:
+        """Steps by the lm_head they share: their rows go through one product."""
+        found: dict[int, tuple[Unembedding, list[int]]] = {}
+        for k, step in enumerate(self.steps):
+            found.setdefault(id(step.unembed.weight), (step.unembed, []))[1].append(k)
+        return list(found.values())
+
+    def chunks(self) -> Iterator[tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
+        """Yields teacher positions ``[c]`` and, per step, the anchors in the loss there and their places in the chunk.
+
+        Steps that share a teacher position meet in one chunk, so that its logits are made once for all depths.
+        """
+        active = [scale.nonzero().flatten() for scale in self.scales]
+        unique = torch.unique(torch.cat([self.positions[k][rows] for k, rows in enumerate(active)]))
+        places = [torch.searchsorted(unique, self.positions[k][rows]) for k, rows in enumerate(active)]
+        size = max(self.chunk_size // len(self.steps), 1)
+        for start in range(0, unique.numel(), size):
+            members = []
+            for rows, place in zip(active, places, strict=True):
+                inside = ((place >= start) & (place < start + size)).nonzero().flatten()
+                members.append((rows[inside], place[inside] - start))
+            yield unique[start : start + size], members
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of draft logits z = W h against the target's distribution p and the labels y.
+
+    With e = soft * p W + hard * W_y, the vector that the wanted tokens point to, and w = soft + hard:
+
+        loss = w logsumexp(z) - e . h        d loss / dh = w softmax(z) W - e        d loss / dW = (w softmax(z) - p - 1_y) h^T
+
+    so p enters only through p W and p^T h, once for all depths that share it, and the logits are passed over three times
+    (product, maximum, softmax). Both gradients are made where the logits exist anyway and only scaled in the backward
+    pass. A soft-capped target bends z, so its gradient goes through the whole logits instead (``_bent``).
+    Returns the losses ``[K]`` float64 and, per step, ``[N]`` bool: the argmax of the draft logits is the label.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: ChunkPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """tensors: K hidden states ``[N, H']``, then the distinct trained lm_head weights ``[D, H']``."""
+        num_steps = len(plan.steps)
+        work = _Work(plan, tensors[:num_steps])
+        device = tensors[0].device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for positions, members in plan.chunks():
+                work.chunk(positions, members)
+        ctx.grads = (*work.grad_hidden, *(g for g in work.grad_weight.values()))
+        ctx.mark_non_differentiable(*work.hits)
+        return (work.losses, *work.hits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """The depths share one upstream gradient: their losses are summed with equal weight."""
+        upstream = grads[0][0]
+        return (None, *(g * upstream.to(g.dtype) for g in ctx.grads))
+
+
+class _Work:
+    """The sums that the chunks of one batch add to."""
+
+    def __init__(self, plan: ChunkPlan, hidden: Sequence[Tensor]) -> None:
+        device = hidden[0].device
+        autocast = torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type) if autocast else hidden[0].dtype
+        self.plan = plan
+        self.hidden = hidden
+        self.groups = plan.groups()
+        self.weights = {id(u.weight): u.weight.detach().to(self.dtype) for u, _ in self.groups}
+        self.teacher_weight = plan.teacher.weight.detach().to(self.dtype)
+        self.grad_hidden = [torch.zeros_like(h) for h in hidden]
+        self.grad_weight = {id(w): torch.zeros_like(w, dtype=torch.float32) for w in plan.trained_weights}
+        self.losses = torch.zeros(len(hidden), dtype=torch.float64, device=device)
+        self.hits = [torch.zeros(h.shape[0], dtype=torch.bool, device=device) for h in hidden]
+
+    def chunk(self, positions: Tensor, members: list[tuple[Tensor, Tensor]]) -> None:
+        """Adds the anchors of one chunk."""
+        plan, probs = self.plan, None
+        if plan.teacher_hidden is not None:
+            logits = _product(plan.teacher_hidden[positions].to(self.dtype), self.teacher_weight, plan.teacher)
+            probs = plan.teacher.finish(logits).softmax(-1)
+        for unembed, steps in self.groups:
+            rows = [members[k][0] for k in steps]
+            if not sum(r.numel() for r in rows):
+                continue
+            h = torch.cat([self.hidden[k][r] for k, r in zip(steps, rows, strict=True)]).to(self.dtype)
+            labels = torch.cat([plan.labels[k][r] for k, r in zip(steps, rows, strict=True)])
+            scale = torch.cat([plan.scales[k][r] for k, r in zip(steps, rows, strict=True)])
+            place = torch.cat([members[k][1] for k in steps])
+            weight = self.weights[id(unembed.weight)]
+            grad_weight = self.grad_weight.get(id(unembed.weight))
+            one = self._bent if unembed.softcap is not None else self._linear
+            loss, grad, hit = one(h, labels, scale, place, probs, weight, unembed, grad_weight)
+            start = 0
+            for k, r in zip(steps, rows, strict=True):
+                part = slice(start, start + r.numel())
+                self.losses[k] += loss[part].sum(dtype=torch.float64)
+                self.grad_hidden[k][r] = grad[part].to(self.grad_hidden[k].dtype)
+                self.hits[k][r] = hit[part]
+                start += r.numel()
+
+    def _linear(  # noqa: PLR0913 - the rows of one product and what they are compared with
+        self,
+        h: Tensor,
+        labels: Tensor,
+        scale: Tensor,
+        place: Tensor,
+        probs: Tensor | None,
+        weight: Tensor,
+        unembed: Unembedding,
+        grad_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses ``[n]``, gradients ``[n, H']`` and hits ``[n]`` of rows ``h`` ``[n, H']`` without a soft-cap."""
+        plan, h32 = self.plan, h.float()
+        logits = unembed.finish(_product(h, weight, unembed))
+        top = logits.amax(-1)
+        hits = _is_argmax(logits, top, labels)
+        q = logits.softmax(-1)
+        # exp(top - logsumexp) is the largest probability; float32, since bf16 would round the loss to two digits
+        total = torch.logsumexp(logits.float(), -1) if logits.dtype == torch.float32 else _logsumexp(logits, top)
+        known = (labels >= 0).float() * plan.hard
+        index = labels.clamp(min=0)
+        wanted = weight[index].float() * known[:, None]
+        bias = 0.0 if unembed.bias is None else unembed.bias.detach().float()[index] * known
+        if probs is not None:
+            wanted += plan.soft * (probs @ weight).float()[place]
+            if unembed.bias is not None:
+                bias = bias + plan.soft * (probs.float() @ unembed.bias.detach().float())[place]
+        mass = known + (plan.soft if probs is not None else 0.0)
+        loss = mass * total - unembed.scale * ((wanted * h32).sum(-1) + bias)
+        grad = ((q @ weight).float() * mass[:, None] - wanted) * (scale * unembed.scale)[:, None]
+        if grad_weight is not None:
+            scaled = h32 * (scale * unembed.scale)[:, None]
+            grad_weight += q.t() @ (scaled * mass[:, None]).to(self.dtype)
+            if plan.hard:
+                grad_weight.index_add_(0, index, scaled * -known[:, None])
+            if probs is not None:
+                by_place = torch.zeros(probs.shape[0], h.shape[1], device=h.device).index_add_(0, place, scaled)
+                grad_weight.sub_(probs.t() @ by_place.to(self.dtype), alpha=plan.soft)
+        return loss * scale, grad, hits
+
+    def _bent(  # noqa: PLR0913 - as ``_linear``
+        self,
+        h: Tensor,
+        labels: Tensor,
+        scale: Tensor,
+        place: Tensor,
+        probs: Tensor | None,
+        weight: Tensor,
+        unembed: Unembedding,
+        grad_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with a soft-cap c: z = c tanh(x / c), dz/dx = 1 - (z / c)^2, on float32 logits."""
+        plan = self.plan
+        logits = unembed.finish(_product(h, weight, unembed).float())
+        hits = _is_argmax(logits, logits.amax(-1), labels)
+        log_q = logits.log_softmax(-1)
+        known = (labels >= 0).float() * plan.hard
+        index = labels.clamp(min=0)[:, None]
+        loss = -known * log_q.gather(1, index)[:, 0]
+        mass = known
+        grad = torch.zeros_like(log_q).scatter_add_(1, index, -known[:, None])
+        if probs is not None:
+            rows = probs.float()[place]
+            loss = loss - plan.soft * (rows * log_q).sum(-1)
+            mass = mass + plan.soft
+            grad.add_(rows, alpha=-plan.soft)
+        grad.addcmul_(log_q.exp(), mass[:, None].expand_as(log_q))
+        cap = unembed.softcap or 1.0
+        grad = (grad * (1 - (logits / cap).square()) * (scale * unembed.scale)[:, None]).to(self.dtype)
+        if grad_weight is not None:
+            grad_weight += grad.t() @ h
+        return loss * scale, grad @ weight, hits
+
+
+def _product(hidden: Tensor, weight: Tensor, unembed: Unembedding) -> Tensor:
+    """``[n, H]`` -> ``h W^T + b`` ``[n, D]`` in the dtype of ``hidden``."""
+    bias = None if unembed.bias is None else unembed.bias.detach().to(hidden.dtype)
+    return F.linear(hidden, weight, bias)
+
+
+def _logsumexp(logits: Tensor, top: Tensor) -> Tensor:
+    """``[n]`` float32 log-sum-exp of half-precision logits ``[n, D]``, summed in float32 without a float32 copy."""
+    return (logits - top[:, None]).exp_().sum(-1, dtype=torch.float32).log() + top.float()
+
+
+def _is_argmax(logits: Tensor, top: Tensor, labels: Tensor) -> Tensor:
+    """``[n]`` bool: the label is the first maximum of its row, as argmax has it; a label of -1 never is.
+
+    Half-precision logits tie often; only rows where the label ties with another token take the slow argmax.
+    """
+    hits = (logits.gather(1, labels.clamp(min=0)[:, None])[:, 0] == top) & (labels >= 0)
+    candidates = hits.nonzero().flatten()
+    tied = (logits[candidates] == top[candidates, None]).sum(-1) > 1
+    rows = candidates[tied]
+    hits[rows] = logits[rows].argmax(-1) == labels[rows]
+    return hits
