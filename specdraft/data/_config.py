@@ -14,9 +14,9 @@ class DataConfig:
     """Which conversations a head is trained on, who writes the answers, and how rows become batches."""
 
     sources: list[str] = field(default_factory=lambda: ["builtin"])
-    """``builtin``, a .jsonl, .json or .parquet file, or a Hub id ``owner/name[:config][#split]`` (split: train)."""
+    """``builtin``, a .jsonl, .json or .parquet file, or a Hub id ``owner/name[:config][#split]``."""
     limit: int | None = None
-    """Conversations kept of all sources together, drawn by ``seed``; a larger limit keeps those of a smaller one."""
+    """Conversations kept, drawn from all sources by ``seed``; a larger limit keeps those of a smaller one."""
     max_length: int = 1024
     """Tokens of a row; longer ones are cut on the right, and dropped when nothing supervised is left."""
     regenerate: bool = True
@@ -24,7 +24,7 @@ class DataConfig:
     max_new_tokens: int = 128
     """Tokens of a regenerated answer, end-of-turn token included."""
     temperature: float = 0.0
-    """Of regenerated answers: 0 = greedy, else sampling from the target's distribution at this temperature."""
+    """Of regenerated answers: 0 = greedy, else samples of the target's distribution at this temperature."""
     seed: int = 0
     """Of the draw by ``limit``, of sampled answers and of the order of rows."""
     generate_batch_size: int = 32
@@ -47,16 +47,21 @@ class DataConfig:
             raise ConfigError(f"data.sources: must name at least one source, got {self.sources}; use e.g. [builtin]")
         if any(source.partition("#")[0] == "builtin" and source.endswith("#heldout") for source in self.sources):
             raise ConfigError(
-                "data.sources: the held-out prompts measure heads and must not train them, got builtin#heldout; use builtin"
+                "data.sources: the held-out prompts measure heads and must not train them, got "
+                "builtin#heldout; use builtin"
             )
         for name in ("max_new_tokens", "generate_batch_size", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"data.{name}: must be at least 1, got {getattr(self, name)}; use a positive number")
         if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"data.limit: must be at least 1 or null, got {self.limit}; use null for all conversations")
+            raise ConfigError(
+                f"data.limit: must be at least 1 or null, got {self.limit}; use null for all conversations"
+            )
         if self.max_length < 4:
             raise ConfigError(f"data.max_length: leaves no room to draft, got {self.max_length}; use e.g. 1024")
         if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"data.temperature: must be finite and not negative, got {self.temperature}; use 0 for greedy")
+            raise ConfigError(
+                f"data.temperature: must be finite and not negative, got {self.temperature}; use 0 for greedy"
+            )
         if self.loss_on not in LOSS_ON:
             raise ConfigError(f"data.loss_on: unknown, got {self.loss_on!r}; use {' or '.join(LOSS_ON)}")

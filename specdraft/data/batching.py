@@ -1,4 +1,4 @@
-"""The order of rows and the shape of batches: decided by seed and epoch alone, so that a position can be resumed."""
+"""The order of rows and the shape of batches. Seed and epoch decide it, so that a position can be resumed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _IDLE_TOKENS = 2
 class BatchPlan:
     """Which rows each process sees in which micro-batch of which optimizer step.
 
-    A step takes ``accumulation_steps * world_size`` micro-batches of ``batch_size`` rows. They are planned for all
-    processes together and then dealt out, so one process with accumulation 2 and two processes with accumulation 1 use
-    the same rows in every step. Epoch e and step s are all that a resume needs.
+    A step takes ``accumulation_steps * world_size`` micro-batches of ``batch_size`` rows. They are planned
+    for all processes together and then dealt out, so one process with accumulation 2 and two processes with
+    accumulation 1 use the same rows in every step. Epoch e and step s are all that a resume needs.
 
     lengths: tokens of every row of the data set. bucket: rows of similar length share a step.
     """
@@ -50,10 +50,11 @@ class BatchPlan:
         return -(-self.num_micro_batches // (self.accumulation_steps * self.world_size))
 
     def epoch(self, epoch: int) -> list[list[list[int]]]:
-        """Row indices of this process: optimizer step -> micro-batch -> rows. No row is left out or seen twice.
+        """Row indices of this process: optimizer step -> micro-batch -> rows. Every row comes exactly once.
 
-        Every process has as many micro-batches in a step as the others. In an epoch's last step some may be empty
-        (``[]``; ``collate`` makes a batch without supervision of it), so that all processes run forward together.
+        Every process has as many micro-batches in a step as the others. In an epoch's last step some may be
+        empty (``[]``; ``collate`` makes a batch without supervision of it), so that all processes run forward
+        together.
         """
         steps = self._global_steps(epoch)
         dealt = []
@@ -90,8 +91,8 @@ class BatchPlan:
 def collate(rows: Sequence[TokenRow], pad_id: int, row_ids: Sequence[int] | None = None) -> TokenBatch:
     """Pads rows on the right to the longest. B rows, T tokens.
 
-    ``row_ids`` are the rows' places in the data set (default -1). No rows at all make a batch of one row of two
-    unsupervised tokens with row id -1: a process without work still takes part in every forward.
+    ``row_ids`` are the rows' places in the data set (default -1). No rows at all make a batch of one row of
+    two unsupervised tokens with row id -1: a process without work still takes part in every forward.
     """
     if row_ids is not None and len(row_ids) != len(rows):
         raise ValueError(f"row_ids: one for each row is needed, got {len(row_ids)} for {len(rows)} rows")

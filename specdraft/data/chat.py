@@ -27,13 +27,13 @@ class TemplateRefusedError(DataError):
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One training row. input_ids: T token ids; loss_mask: T bools, True = supervised (a token the target writes)."""
+    """One training row of T tokens. loss_mask: T bools, True = supervised (a token the target writes)."""
 
     input_ids: list[int]
     loss_mask: list[bool]
 
     def truncate(self, max_length: int) -> TokenRow | None:
-        """The first ``max_length`` tokens, ids and mask alike; None when no supervised token is among them."""
+        """The first ``max_length`` tokens, ids and mask alike; None when none of them is supervised."""
         row = TokenRow(self.input_ids[:max_length], self.loss_mask[:max_length])
         return row if any(row.loss_mask) else None
 
@@ -42,8 +42,9 @@ class TokenRow:
 class Turn:
     """One answer and the prompt it followed.
 
-    prompt_ids: what decoding starts from, generation prompt included. answer_ids: the answer up to and including the
-    end-of-turn token. supervised: one bool for each answer token; False = written by the template, not by the target.
+    prompt_ids: what decoding starts from, generation prompt included. answer_ids: the answer up to and
+    including the end-of-turn token. supervised: one bool for each answer token; False = written by the
+    template, not by the target.
     """
 
     prompt_ids: list[int]
@@ -54,9 +55,9 @@ class Turn:
 def join_turns(turns: Sequence[Turn], loss_on: str = "all") -> list[TokenRow]:
     """Rows in which every supervised answer follows exactly the ids of its own prompt.
 
-    Turns of one conversation share a row as long as each prompt continues the row so far. Where it does not (templates
-    that strip thinking from earlier turns, text that is tokenised otherwise in context), the turn starts another row
-    with its whole prompt. ``loss_on``: ``all`` turns or the ``last`` one.
+    Turns of one conversation share a row as long as each prompt continues the row so far. Where it does not
+    (templates that strip thinking from earlier turns, text that is tokenised otherwise in context), the turn
+    starts another row with its whole prompt. ``loss_on``: ``all`` turns or the ``last`` one.
     """
     rows: list[TokenRow] = []
     ids: list[int] = []
@@ -97,14 +98,16 @@ class ChatRenderer:
             self.template: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise DataError(
-                f"target.name: the tokenizer has no chat template, got {tokenizer.name_or_path or 'a tokenizer'}; use an "
-                "instruction-tuned target or put its chat_template.jinja beside tokenizer.json"
+                "target.name: the tokenizer has no chat template, got "
+                f"{tokenizer.name_or_path or 'a tokenizer'}; use an instruction-tuned target or put its "
+                "chat_template.jinja beside tokenizer.json"
             ) from error
         self._kwargs: dict[str, Any] = {}
         if enable_thinking is not None:
             if "enable_thinking" not in self.template:
                 raise ConfigError(
-                    f"data.enable_thinking: the target's chat template has no such switch, got {enable_thinking}; use null"
+                    "data.enable_thinking: the target's chat template has no such switch, got "
+                    f"{enable_thinking}; use null"
                 )
             self._kwargs["enable_thinking"] = enable_thinking
         self.has_generation_tags = _GENERATION_TAG.search(self.template) is not None
@@ -118,29 +121,22 @@ class ChatRenderer:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
-    def end_of_turn(self) -> str:
-        """What the template writes after an answer, without trailing whitespace; empty when it writes nothing.
-
-        Raises:
-            DataError: the template changes the answer's text, so that its end cannot be found.
-        """
-        answer: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _SENTINEL}]
-        text = self._render(answer, prompt=False)
-        start = text.rfind(_SENTINEL)
-        if start < 0:
-            raise DataError(
-                "target.name: the chat template rewrites the text of answers, so that their end cannot be found, got "
-                f"{_tail(text)!r}; mark the answer with {{% generation %}} in the template or use another target"
-            )
-        return text[start + len(_SENTINEL) :].rstrip()
+    def end_of_turn(self) -> str | None:
+        """What the template writes after an answer, up to whitespace; None if it alters the answer's text."""
+        answer: list[Message] = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": _SENTINEL},
+        ]
+        _, found, after = self._render(answer, prompt=False).rpartition(_SENTINEL)
+        return after.rstrip() if found else None
 
     @cached_property
     def end_of_turn_ids(self) -> list[int]:
-        """Token ids of ``end_of_turn``."""
-        return self._encode_after(self.end_of_turn)
+        """Token ids of ``end_of_turn``; empty when the template writes none."""
+        return self._encode_after(self.end_of_turn or "")
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids from which the target writes the next answer: the rendered messages and the generation prompt.
+        """Token ids from which the target writes the next answer: the messages and the generation prompt.
 
         Raises:
             TemplateRefusedError: the template raised an error for these messages.
@@ -149,12 +145,13 @@ class ChatRenderer:
         return self._prompt(self._with_system(messages))[1]
 
     def turns(self, messages: Sequence[Message]) -> list[Turn]:
-        """The written answers of a conversation, each after the prompt as the template renders it at that time.
+        """The written answers of a conversation, each after the prompt as it is rendered at that time.
 
-        An answer reaches from the generation prompt to the end-of-turn token; whitespace after that is not part of it.
-        ``mask_sources`` counts how each was found: ``generation tags`` (the template marks answers itself), ``prefix``
-        (the conversation with the answer continues the one without), or ``appended`` (it does not, because the template
-        treats the last turn differently: the answer's text and the end of turn are put after the prompt).
+        An answer reaches from the generation prompt to the end-of-turn token; whitespace after that is not
+        part of it. ``mask_sources`` counts how each was found: ``generation tags`` (the template marks
+        answers itself), ``prefix`` (the conversation with the answer continues the one without), or
+        ``appended`` (it does not, because the template treats the last turn differently: the answer's text
+        and the end of turn are put after the prompt).
 
         Raises:
             TemplateRefusedError: the template raised an error for this conversation.
@@ -170,7 +167,7 @@ class ChatRenderer:
         return turns
 
     def rows(self, messages: Sequence[Message], loss_on: str = "all") -> list[TokenRow]:
-        """Training rows of a conversation with written answers: one, or more if the template rewrites earlier turns."""
+        """Training rows of a conversation: one, or more if the template rewrites earlier turns."""
         return join_turns(self.turns(messages), loss_on)
 
     def row(self, messages: Sequence[Message], loss_on: str = "all") -> TokenRow:
@@ -192,7 +189,7 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt, **self._kwargs
+                _typed(messages), tokenize=False, add_generation_prompt=prompt, **self._kwargs
             )
         except jinja2.TemplateError as error:
             raise TemplateRefusedError(
@@ -207,7 +204,7 @@ class ChatRenderer:
         return ids
 
     def _encode_after(self, text: str) -> list[int]:
-        """Ids of text that continues other text: tokenizers that put a space before a text's first word must not here."""
+        """Ids of text that continues other text, without the space that some tokenizers put before a text."""
         end = self.tokenizer.eos_token
         if isinstance(end, str):
             ids = self._encode(end + text)
@@ -223,7 +220,8 @@ class ChatRenderer:
         # Only the start counts: in some templates BOS is also the marker that opens each turn.
         if bos is not None and ids[:2] == [bos, bos]:
             raise DataError(
-                f"target.name: prompts begin with two BOS tokens, got {text[:40]!r}; write BOS once in the chat template"
+                f"target.name: prompts begin with two BOS tokens, got {text[:40]!r}; write BOS once in the "
+                "chat template"
             )
         return text, ids
 
@@ -233,8 +231,13 @@ class ChatRenderer:
         full = self._render([*before, message], prompt=False)
         if full.startswith(prompt):
             source, answer = "prefix", full[len(prompt) :].rstrip()
-        else:
+        elif self.end_of_turn is not None:
             source, answer = "appended", content.strip() + self.end_of_turn
+        else:
+            raise DataError(
+                "target.name: the chat template alters answers, so that they cannot be told from prompts, "
+                f"got {full[-60:]!r}; use another chat template or target"
+            )
         whole = self._encode(prompt + answer)
         # A token that spans the boundary would not be there when decoding starts from the prompt alone.
         continues = whole[: len(prompt_ids)] == prompt_ids
@@ -243,8 +246,8 @@ class ChatRenderer:
         if source == "prefix":
             if self.has_generation_tags:
                 marked = self._marked([*before, message], prompt_ids + answer_ids)[len(prompt_ids) :]
-                if any(marked):
-                    source, supervised = "generation tags", _through_end(marked)
+                source = "generation tags" if any(marked) else "prefix (generation tags mark nothing)"
+                supervised = _through_end(marked) if any(marked) else supervised
             inserted = self._inserted(prompt, prompt_ids + answer_ids, answer, content)
             supervised = [on and i >= inserted - len(prompt_ids) for i, on in enumerate(supervised)]
         self.mask_sources[source] += 1
@@ -252,26 +255,35 @@ class ChatRenderer:
 
     def _marked(self, messages: list[Message], ids: list[int]) -> list[bool]:
         """Which of ``ids`` the template's generation tags mark; none where the two tokenisations differ."""
-        tagged = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self._kwargs
+        tagged: Any = self.tokenizer.apply_chat_template(
+            _typed(messages),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._kwargs,
         )
         if list(tagged["input_ids"][: len(ids)]) != ids:
             return []
         return [bool(on) for on in tagged["assistant_masks"][: len(ids)]]
 
     def _inserted(self, prompt: str, ids: list[int], answer: str, content: str) -> int:
-        """Length of the part of ``ids`` before the answer's own text that the template wrote, e.g. an empty think block.
+        """How many of ``ids`` come before the answer's own text, e.g. an empty think block of the template.
 
-        Only where the text stands unchanged in the answer; the length of the prompt's ids is the least it can matter.
+        0 where nothing was added, or where the template altered the text so that its beginning is unknown.
         """
-        start = answer.find(content.strip())
-        if start <= 0 or not answer[:start].strip():
+        if self.end_of_turn is None or not answer.endswith(content.strip() + self.end_of_turn):
             return 0
-        return _common_prefix(self._encode(prompt + answer[:start]), ids)
+        added = answer[: len(answer) - len(content.strip() + self.end_of_turn)]
+        return _common_prefix(self._encode(prompt + added), ids) if added.strip() else 0
+
+
+def _typed(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """The messages as the tokenizer takes them: with all texts written."""
+    return [{key: value or "" for key, value in message.items()} for message in messages]
 
 
 def _through_end(marked: list[bool]) -> list[bool]:
-    """The marks, continued from the last one to the end: many templates close the tag before the end-of-turn token."""
+    """The marks, continued to the end: many templates close the tag before the end-of-turn token."""
     last = max(i for i, on in enumerate(marked) if on)
     return [on or i > last for i, on in enumerate(marked)]
 
@@ -279,10 +291,6 @@ def _through_end(marked: list[bool]) -> list[bool]:
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of equal items at the start of both."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _tail(text: str, size: int = 60) -> str:
-    return text[-size:]
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,12 +1,13 @@
-"""One row of a data set -> messages in normal form, whatever its columns are called. Pure functions, no torch."""
+"""One row of a data set -> messages in normal form, whatever its columns are called. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 Message = dict[str, str | None]
-"""``{"role": system | user | assistant, "content": text}``; content None is an answer that is still to be written."""
+"""``{"role": system | user | assistant, "content": text}``; content None = an answer still to be written."""
 
 COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt")
 """The columns by which a row is recognised, in this order."""
@@ -23,27 +24,37 @@ _ROLES = {
     "bard": "assistant",
     "model": "assistant",
 }
-_TOOL_ROLES = {"tool", "function", "function_call", "function_response", "observation", "tool_response", "ipython"}
+_TOOL_ROLES = {
+    "tool",
+    "function",
+    "function_call",
+    "function_response",
+    "observation",
+    "tool_response",
+    "ipython",
+}
 
 
 class NotAConversationError(ValueError):
-    """The row has none of the known columns, or one of the wrong type: the file is not what the user thinks it is."""
+    """The row has no known column, or one of the wrong type: the file is not what the user thinks it is."""
 
 
 class UnusableRowError(ValueError):
-    """The row is a conversation that heads cannot be trained on. The message is the reason under which it is counted."""
+    """A conversation that heads cannot be trained on. The message is the reason under which it is counted."""
 
 
 def parse_row(row: object) -> list[Message]:
     """The conversation of a row: a system message or none, then pairs of a user and an assistant message.
 
-    Known: OpenAI ``messages`` (text or text parts), ShareGPT ``conversations``, FastChat ``turns`` (user turns only),
-    Alpaca ``instruction``/``input``/``output``, and ``prompt`` (text or messages) with or without ``completion``. A
-    column ``system`` counts where the messages bring no system message. Answers that a row lacks have content None.
+    Known: OpenAI ``messages`` (text or text parts), ShareGPT ``conversations``, FastChat ``turns`` (user
+    turns only), Alpaca ``instruction``/``input``/``output``, and ``prompt`` (text or messages) with or
+    without ``completion``. A column ``system`` counts where the messages bring no system message. Answers
+    that a row lacks have content None.
 
     Raises:
         NotAConversationError: no known column, or one of the wrong type.
-        UnusableRowError: a conversation to drop and count, e.g. empty, starting with the assistant, with images.
+        UnusableRowError: a conversation to drop and count, e.g. empty, starting with the assistant, with
+        images.
     """
     if not isinstance(row, Mapping):
         raise NotAConversationError(f"the row is a {type(row).__name__}, not an object")
@@ -64,7 +75,7 @@ def parse_row(row: object) -> list[Message]:
 
 
 def _normal_form(messages: list[Message]) -> list[Message]:
-    """The same messages with an unwritten answer after a last user turn; raises UnusableRowError where turns do not pair."""
+    """The messages, with an unwritten answer after a last user turn; UnusableRowError if they do not pair."""
     if not messages:
         raise UnusableRowError("empty")
     for message in messages:
@@ -78,7 +89,7 @@ def _normal_form(messages: list[Message]) -> list[Message]:
         raise UnusableRowError("a system message after the first")
     if roles[0] == "assistant":
         raise UnusableRowError("starts with the assistant")
-    for before, after in zip(roles, roles[1:], strict=False):
+    for before, after in pairwise(roles):
         if before == after:
             raise UnusableRowError(f"two {before} turns in a row")
     if roles[-1] == "user":
@@ -154,7 +165,10 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
         raise NotAConversationError("instruction, input and output are not all texts")
     instruction, context, answer = parts
     question = f"{instruction}\n\n{context}" if context.strip() else instruction
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer if answer.strip() else None}]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer if answer.strip() else None},
+    ]
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:

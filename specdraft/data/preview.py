@@ -1,4 +1,4 @@
-"""What a person looks at before training: a row with its supervised tokens coloured, and checks of masks and markers."""
+"""What a person looks at before training: a row with supervised tokens coloured, and checks of masks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def render_preview(row: TokenRow, tokenizer: PreTrainedTokenizerBase) -> Text:
     return text
 
 
-def mask_report(
-    rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
-) -> list[Check]:
+def mask_report(rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> list[Check]:
     """Checks of rendered rows: the supervised share, BOS at the start, and the end of turn.
 
     ``end_ids``: the target's EOS ids and the template's end-of-turn token.
@@ -71,7 +69,7 @@ def _bos_check(rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase) -> 
         return Check("BOS", "ok", f"every row begins with exactly one {tokenizer.bos_token}")
     # A tokenizer that puts BOS before plain text belongs to a target that was trained with it.
     expected = tokenizer("a")["input_ids"][:1] == [bos]
-    detail = f"{len(rows) - leading} of {len(rows)} rows begin without {tokenizer.bos_token}, as the template writes them"
+    detail = f"{len(rows) - leading} of {len(rows)} rows begin without {tokenizer.bos_token}, as rendered"
     return Check("BOS", "warning" if expected else "ok", detail)
 
 

@@ -1,4 +1,4 @@
-"""Where conversations come from: the built-in prompts, local files, Hub data sets. What was dropped is counted."""
+"""Where conversations come from: built-in prompts, local files, Hub data sets. Dropped rows are counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation in normal form (see ``formats.parse_row``). ``id`` is the row's own, else source and number."""
+    """One conversation in the normal form of ``formats.parse_row``. ``id``: the row's, else its place."""
 
     id: str
     category: str
@@ -36,7 +36,7 @@ class Conversation:
 
 @dataclass
 class SourceReport:
-    """What became of one source: rows read, conversations kept, rows dropped by reason, and the file's identity."""
+    """What became of one source: rows read, conversations kept, rows dropped by reason, the file."""
 
     source: str
     num_rows: int = 0
@@ -62,12 +62,12 @@ class LoadedSources:
 def load_conversations(sources: list[str], limit: int | None = None, seed: int = 0) -> LoadedSources:
     """Reads every source; with ``limit``, keeps that many conversations, drawn by ``seed``, in their order.
 
-    A source is ``builtin`` (``builtin#heldout`` for the other split), a .jsonl, .json or .parquet file, or a Hub id
-    ``owner/name[:config][#split]``. The draw of a smaller limit is part of the draw of a larger one.
+    A source is ``builtin`` (``builtin#heldout`` for the other split), a .jsonl, .json or .parquet file, or a
+    Hub id ``owner/name[:config][#split]``. The draw of a smaller limit is part of the draw of a larger one.
 
     Raises:
-        DataError: a file is missing or torn, a row is no conversation (its line is named), a Hub id cannot be reached,
-            or no usable conversation is left.
+        DataError: a file is missing or torn, a row is no conversation (its line is named), a Hub id cannot be
+            reached, or no usable conversation is left.
     """
     conversations: list[Conversation] = []
     reports = []
@@ -117,7 +117,7 @@ def _conversation(row: dict[str, Any], messages: list[Message], default_id: str)
 
 def builtin_path(split: str = "train") -> Path:
     """The file of built-in prompts of a split, ``train`` or ``heldout``."""
-    return Path(str(resources.files("specdraft.data").joinpath("builtin", f"{split}.jsonl")))
+    return Path(str(resources.files("specdraft.data") / "builtin" / f"{split}.jsonl"))
 
 
 def file_sha256(path: Path) -> str:
@@ -179,7 +179,7 @@ def _read_jsonl(path: Path, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: Path) -> list[Any] | None:
-    """The rows of a JSON array (or of an object's only array); None when the file holds one JSON value a line."""
+    """The rows of a JSON array (or of an object's only array); None when the file has a JSON value a line."""
     text = path.read_text(encoding="utf-8")
     try:
         value = json.loads(text)
@@ -231,8 +231,8 @@ def _read_hub(source: str) -> Iterator[tuple[str, Any]]:
         rows = datasets.load_dataset(name, config or None, split=split or "train")
     except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"data.sources: the Hub data set cannot be loaded, got {source} ({_first_line(error)}); check the name, "
-            "the split and the network"
+            f"data.sources: the Hub data set cannot be loaded, got {source} ({_first_line(error)}); check "
+            "the name, the split and the network"
         ) from error
     for number, row in enumerate(rows, 1):
         yield f"row {number} of {source}", row
