@@ -106,9 +106,7 @@ tiny_models: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma3_composite": _gemma3_composite,
     "phi3": _build("Phi3Config", "Phi3ForCausalLM", sliding_window=SLIDING_WINDOW),
     "gpt_neox": _build("GPTNeoXConfig", "GPTNeoXForCausalLM"),
-    "gpt2": _build(
-        "GPT2Config", "GPT2LMHeadModel", n_embd=HIDDEN_SIZE, n_layer=NUM_LAYERS, n_head=4, n_positions=256
-    ),
+    "gpt2": _build("GPT2Config", "GPT2LMHeadModel", n_embd=HIDDEN_SIZE, n_layer=NUM_LAYERS, n_head=4, n_positions=256),
     "olmo2": _build("Olmo2Config", "Olmo2ForCausalLM"),
     "granite": _build(
         "GraniteConfig",
@@ -148,6 +146,4 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_target(kind: str = "llama", seed: int = 0, **overrides: Any) -> HFTarget:
     """The tiny target of ``kind`` with its tokenizer; ``overrides`` go to the model's config."""
-    return HFTarget.from_model(
-        tiny_models[kind](seed=seed, **overrides), tiny_tokenizer(), name=f"tiny-{kind}"
-    )
+    return HFTarget.from_model(tiny_models[kind](seed=seed, **overrides), tiny_tokenizer(), name=f"tiny-{kind}")

@@ -26,16 +26,14 @@ class TargetConfig:
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     pack_weights: bool = True
-    """On a CPU, keep the linear layers also in the layout of the CPU kernels: faster steps for a copy of the weights."""
+    """On a CPU, keep linear layers also in the layout of the CPU kernels: faster steps for a copy of the weights."""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("target.name: must not be empty, got ''; give a Hub id, a folder or smollm2")
         if self.dtype not in DTYPES:
-            raise ConfigError(
-                f"target.dtype: unknown dtype, got {self.dtype!r}; use one of {', '.join(DTYPES)}"
-            )
+            raise ConfigError(f"target.dtype: unknown dtype, got {self.dtype!r}; use one of {', '.join(DTYPES)}")
         if self.attn_implementation not in ("sdpa", "eager"):
             raise ConfigError(
-                f"target.attn_implementation: cannot take tree masks, got {self.attn_implementation!r}; use sdpa or eager"
+                f"target.attn_implementation: takes no tree masks, got {self.attn_implementation!r}; use sdpa or eager"
             )

@@ -13,7 +13,7 @@ from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatc
 class Target(Protocol):
     """A frozen causal LM seen as an embedding, a body that gives hidden states, and an unembedding.
 
-    ``last_hidden`` of every ``Features`` is after the final norm, so ``unembedding(last_hidden)`` are the model's logits.
+    ``last_hidden`` of every ``Features`` is after the final norm: ``unembedding(last_hidden)`` are the model's logits.
     """
 
     @property
@@ -28,7 +28,7 @@ class Target(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the weights and of the hidden states."""
+        """Data type of the weights and of the hidden states."""
         ...
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -9,8 +11,10 @@ from transformers import DynamicCache
 from specdraft.core.errors import UnsupportedTargetError
 from specdraft.core.tree import DraftTree
 from specdraft.core.types import FeatureRequest, TokenBatch
-from specdraft.targets.hf import HFTarget
 from specdraft.targets.layout import refuse
+
+if TYPE_CHECKING:
+    from specdraft.targets.hf import HFTarget
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest accepted difference relative to the spread of what is compared, by dtype of the weights."""
@@ -47,9 +51,7 @@ def check_target(target: HFTarget) -> None:
 def _tokens(target: HFTarget, length: int, offset: int = 0) -> Tensor:
     """``[1, length]`` int64: a fixed scatter over the vocabulary, so that no random state is touched."""
     size = min(target.spec.vocab_size, target.layout.embedding.get_parameter("weight").shape[0])
-    return ((torch.arange(length) + offset) * 7919 % max(size - 3, 1)).to(target.device)[None] + min(
-        2, size - 1
-    )
+    return ((torch.arange(length) + offset) * 7919 % max(size - 3, 1)).to(target.device)[None] + min(2, size - 1)
 
 
 def token_batch(input_ids: Tensor) -> TokenBatch:
@@ -64,12 +66,13 @@ def _distance(found: Tensor, wanted: Tensor) -> Tensor:
     """Per position (all but the last axis): size of the difference relative to the spread of ``wanted``."""
     wanted = wanted.float()
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
-    return (found.float() - wanted).norm(dim=-1) / spread
+    distance: Tensor = (found.float() - wanted).norm(dim=-1) / spread
+    return distance
 
 
 @torch.no_grad()
 def _check_features(target: HFTarget) -> None:
-    """Captured states equal the model's ``hidden_states``, the embedding their first, and logits follow from the last."""
+    """Captured states are the model's ``hidden_states``, the embedding the first of them, and the last gives logits."""
     kind, num_layers = target.spec.model_type, target.spec.num_hidden_layers
     tolerance = TOLERANCE[target.dtype]
     ids = _tokens(target, 8)
@@ -119,14 +122,10 @@ def _check_tree(target: HFTarget) -> None:
         distances.append(_distance(logits[node], wanted))
     # The median, since in low precision an expert's choice near a tie may flip at one node.
     if torch.stack(distances).median() > TOLERANCE[target.dtype]:
-        raise refuse(
-            target.spec.model_type, "a forward with a cache and a tree mask differs from a plain forward"
-        )
+        raise refuse(target.spec.model_type, "a forward with a cache and a tree mask differs from a plain forward")
 
 
-def tree_masks(
-    tree: DraftTree, length: int, window: int | None, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+def tree_masks(tree: DraftTree, length: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Masks for the root and nodes of ``tree`` after ``length`` cached tokens, as a ``DynamicCache`` lays out its keys.
 
     Returns bool ``[1, 1, N+1, length+N+1]`` for full layers and ``[1, 1, N+1, min(length, window-1)+N+1]`` for sliding

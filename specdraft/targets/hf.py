@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs as targets: features by hooks, cached forwards with tree masks, logits by the model's own head."""
+"""Hugging Face causal LMs as targets: features by hooks, cached forwards with tree masks, the model's own logits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdraft.core.errors import ConfigError
 from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatch, Unembedding
-from specdraft.targets.layout import Layout, find_layout
+from specdraft.targets._config import TargetConfig
+from specdraft.targets.check import check_target
+from specdraft.targets.layout import Layout, find_layout, text_config
+from specdraft.targets.loading import load_config, load_model, load_tokenizer, resolve_device, resolve_source
 from specdraft.targets.packing import PackedLinears, pack_linears
 from specdraft.targets.spec import target_spec
+
+__all__ = ["HFTarget", "load_target", "load_tokenizer"]
 
 NO_AUX = FeatureRequest()
 
@@ -24,7 +28,7 @@ NO_AUX = FeatureRequest()
 class HFTarget:
     """A frozen causal LM of transformers. See ``Target`` for what every member means.
 
-    Built by ``from_model`` or ``targets.loading.load_target``, which also check that it behaves as assumed here.
+    Built by ``from_model`` or ``load_target``, which also check that it behaves as assumed here.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class HFTarget:
         self._cache_key = _cache_parameter(layout.decoder)
         self._hybrid = len(set(layout.layer_types)) > 1
         self._sliding = set(layout.layer_types) == {"sliding_attention"}
-        self._float_masks = layout.decoder.config._attn_implementation == "eager"
+        self._float_masks = text_config(model.config)._attn_implementation == "eager"
 
     @classmethod
     def from_model(
@@ -66,8 +70,6 @@ class HFTarget:
         Raises:
             UnsupportedTargetError: the model is of a refused kind, or fails the check of ``targets.check``.
         """
-        from specdraft.targets.check import check_target
-
         layout = find_layout(model)
         spec = target_spec(model, layout, name, revision, eos_token_ids(model, tokenizer))
         target = cls(model, layout, spec, tokenizer)
@@ -160,11 +162,7 @@ class HFTarget:
         if self.sliding_window is None:
             return self._kernel_mask(full)
         sliding = self._kernel_mask(full & (distance < self.sliding_window))
-        return (
-            {"full_attention": self._kernel_mask(full), "sliding_attention": sliding}
-            if self._hybrid
-            else sliding
-        )
+        return {"full_attention": self._kernel_mask(full), "sliding_attention": sliding} if self._hybrid else sliding
 
     @contextmanager
     def _taps(self, request: FeatureRequest) -> Iterator[Callable[[Tensor], Features]]:
@@ -181,9 +179,7 @@ class HFTarget:
                 if index < num_layers:
                     # The input of block k (from 0) is hidden state k, before any norm.
                     hook = _keep_input(kept, index)
-                    handles.append(
-                        self.layout.layers[index].register_forward_pre_hook(hook, with_kwargs=True)
-                    )
+                    handles.append(self.layout.layers[index].register_forward_pre_hook(hook, with_kwargs=True))
 
             def collect(last_hidden: Tensor) -> Features:
                 kept[num_layers] = last_hidden
@@ -194,6 +190,26 @@ class HFTarget:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def load_target(config: TargetConfig) -> HFTarget:
+    """The target of ``config`` with its tokenizer, frozen, on its device, checked, and packed where asked.
+
+    Raises:
+        ConfigError: unknown name, device, attention kernel, or no tokenizer.
+        CheckpointError: missing or torn weights.
+        UnsupportedTargetError: a kind of model that cannot be decoded or trained with correctly.
+    """
+    device = resolve_device(config.device)
+    source = resolve_source(config)
+    model_config = load_config(config, source)
+    tokenizer = load_tokenizer(config)
+    model = load_model(config, source, model_config, device)
+    revision = getattr(model.config, "_commit_hash", None) or config.revision
+    target = HFTarget.from_model(model, tokenizer, name=config.name, revision=revision)
+    if config.pack_weights and target.device.type == "cpu":
+        target.pack()
+    return target
 
 
 def _keep_input(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
@@ -210,7 +226,7 @@ def _cache_parameter(decoder: nn.Module) -> str:
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Every token that ends a text: the union of the model's, its generation config's and the tokenizer's ids, sorted."""
+    """Every token that ends a text: the union of ids of the model, its generation config and the tokenizer, sorted."""
     sources = [model.config, model.config.get_text_config(decoder=True), model.generation_config, tokenizer]
     ids: set[int] = set()
     for source in sources:

@@ -1,4 +1,4 @@
-"""Where a Hugging Face causal LM keeps its parts, how it makes logits, and which targets are refused. One table each."""
+"""Where a Hugging Face causal LM keeps its parts, how it makes logits, and which targets are refused."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specdraft.core.types import TargetSpec
 from specdraft.targets.layout import Layout, rope_parameters, text_config
 
-ROWS = 16
-VALUES = 64
+ROWS = 64
+VALUES = 4096
 
 
 def target_spec(
@@ -50,11 +50,12 @@ def target_spec(
 
 
 def fingerprint(config: PretrainedConfig, layout: Layout) -> str:
-    """16 hexadecimal digits, the same for fp32 and bf16 loads of one checkpoint. ``config``: the text config.
+    """16 hexadecimal digits, the same whatever dtype one checkpoint is loaded in. ``config``: the text config.
 
-    Hashed: model type, sizes, rotary block, and in bfloat16 the final norm, 16 rows of the embedding spread over the
-    vocabulary, and 64 spread values of every parameter of the middle layer (a fine-tune by adapters leaves the norm and
-    the embedding as they were). An fp16 load can differ: rounding to fp16 first is not always undone.
+    Hashed: model type, sizes, attention kinds, rotary block, and the signs of a sample of weights: 64 rows of the
+    embedding spread over the vocabulary, and 4,096 spread values of every matrix of the middle layer (a fine-tune by
+    adapters leaves the embedding as it was). Signs, since rounding to another dtype never changes one, while training
+    flips some of so many.
     """
     facts = {
         "model_type": config.model_type,
@@ -63,18 +64,15 @@ def fingerprint(config: PretrainedConfig, layout: Layout) -> str:
         "rope": rope_parameters(config),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=float).encode())
-    embedding = layout.embedding.get_parameter("weight")
-    samples = [parameter.detach() for parameter in layout.final_norm.parameters()]
-    samples.append(embedding.detach()[_spread(embedding.shape[0], ROWS, embedding)])
+    embedding = layout.embedding.get_parameter("weight").detach()
+    digest.update(json.dumps(list(embedding.shape)).encode())
+    samples = [embedding[_spread(embedding.shape[0], ROWS, embedding)]]
     for parameter in layout.layers[len(layout.layers) // 2].parameters():
-        if parameter.is_floating_point():
+        if parameter.dim() >= 2 and parameter.is_floating_point():
             flat = parameter.detach().reshape(-1)
             samples.append(flat[_spread(flat.numel(), VALUES, flat)])
-    digest.update(json.dumps(list(embedding.shape)).encode())
     for sample in samples:
-        # Minus zero and zero round alike; adding zero makes them one.
-        bits = (sample.to("cpu", torch.float32).to(torch.bfloat16) + 0.0).view(torch.int16)
-        digest.update(bits.contiguous().numpy().tobytes())
+        digest.update(torch.signbit(sample.to("cpu", torch.float32)).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
