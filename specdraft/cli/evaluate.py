@@ -1,0 +1,70 @@
+"""``specdraft eval``: measures a head against plain decoding of its target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specdraft.config.schema import FROM_HEAD, EvalRun
+from specdraft.core.errors import ConfigError
+from specdraft.targets._config import TargetConfig
+
+
+def run(cfg: EvalRun) -> None:
+    """Loads head and target, decodes the prompts both ways, prints tables and writes results.json.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
+    """
+    from specdraft.data.sources import file_sha256
+    from specdraft.eval.acceptance import evaluate_head
+    from specdraft.eval.prompts import load_sets
+    from specdraft.eval.report import print_results, report_console, write_results
+    from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config, resolve_head
+    from specdraft.targets.loading import load_target
+
+    assert cfg.head.path is not None
+    folder = resolve_head(cfg.head.path, cfg.head.revision)
+    output = results_path(cfg, folder)
+    prompt_sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
+    target = load_target(target_of_head(cfg.target, read_head_config(folder)))
+    head = load_head(folder, device=target.device, dtype=target.dtype)
+    check_head_matches(head, target.spec)
+    console = report_console()
+    results = evaluate_head(
+        target,
+        head,
+        prompt_sets,
+        cfg.decode,
+        cfg.eval,
+        head_sha256=file_sha256(folder / WEIGHTS_NAME),
+        console=console,
+    )
+    write_results(results, output)
+    print_results(results, console)
+    console.print(f"results: {output}", markup=False)
+
+
+def target_of_head(target: TargetConfig, head_config: dict[str, Any]) -> TargetConfig:
+    """``target`` with ``from_head`` replaced by the model the head was trained for.
+
+    ``head_config``: the head's config.json. A revision the user gives wins over the recorded one.
+    """
+    if target.name != FROM_HEAD:
+        return target
+    recorded = head_config["target"]
+    return replace(target, name=recorded["name"], revision=target.revision or recorded["revision"])
+
+
+def results_path(cfg: EvalRun, folder: Path) -> Path:
+    """The file that is written: as told, else in the head's own folder, else here for a head from the Hub.
+
+    Raises:
+        ConfigError: it is a folder.
+    """
+    is_local = cfg.head.path is not None and Path(cfg.head.path).exists()
+    path = Path(cfg.output) if cfg.output is not None else folder / "results.json" if is_local else Path("results.json")
+    if path.is_dir():
+        raise ConfigError(f"output: is a folder, got {path}; give a file such as {path / 'results.json'}")
+    return path

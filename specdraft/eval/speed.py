@@ -1,0 +1,99 @@
+"""Decoding timed from outside: one prompt both ways, in turns, by the same clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from specdraft.core.tree import DraftTree
+from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.decode.proposers import HeadProposer
+from specdraft.decode.result import DecodeResult
+from specdraft.heads.base import DraftHead
+from specdraft.targets.base import Target
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One decoded row and the wall-clock milliseconds it took, prefill included."""
+
+    result: DecodeResult
+    wall_ms: float
+
+    @property
+    def prefill_ms(self) -> float:
+        """Of which before the first token."""
+        return self.result.time_ms["prefill"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt decoded both ways by the same target in the same process."""
+
+    plain: TimedRun
+    speculative: TimedRun
+
+    @property
+    def identical(self) -> bool:
+        """Whether both gave the same tokens."""
+        return self.plain.result.tokens == self.speculative.result.tokens
+
+
+class PairedDecoder:
+    """Plain and speculative decoding of one target, measured in turns so that both see the same state of the machine.
+
+    Args:
+        target: decoded both ways.
+        head: drafts for the second way.
+        tree: shape of the drafts.
+        max_new_tokens: per prompt, the EOS included.
+        ignore_eos: decode to ``max_new_tokens`` whatever comes.
+    """
+
+    def __init__(
+        self, target: Target, head: DraftHead, tree: DraftTree, max_new_tokens: int, ignore_eos: bool = False
+    ) -> None:
+        self.target = target
+        self.plain = SpeculativeDecoder(target, None)
+        self.speculative = SpeculativeDecoder(target, HeadProposer(head, target, tree))
+        self.max_new_tokens = max_new_tokens
+        self.ignore_eos = ignore_eos
+        self._count = 0
+
+    def decode(self, input_ids: list[int], repeats: int = 1) -> Pair:
+        """Both ways, ``repeats`` times; kept is the run of median time of each.
+
+        Which way goes first alternates from one call and repeat to the next: whatever drifts hits both alike.
+        """
+        plain: list[TimedRun] = []
+        speculative: list[TimedRun] = []
+        for _ in range(repeats):
+            order = [(self.plain, plain), (self.speculative, speculative)]
+            for decoder, runs in order if self._count % 2 == 0 else reversed(order):
+                runs.append(self._timed(decoder, input_ids))
+            self._count += 1
+        return Pair(_median(plain), _median(speculative))
+
+    def margin(self, input_ids: list[int], position: int) -> float:
+        """How far the target's best logit was above its second after ``position`` new tokens of plain decoding."""
+        result = self.plain.generate(input_ids, position + 1, ignore_eos=self.ignore_eos, trace=True)
+        return result.first_margins[position]
+
+    def _timed(self, decoder: SpeculativeDecoder, input_ids: list[int]) -> TimedRun:
+        synchronize(self.target.device)
+        begin = perf_counter()
+        result = decoder.generate(input_ids, self.max_new_tokens, ignore_eos=self.ignore_eos)
+        synchronize(self.target.device)
+        return TimedRun(result, 1e3 * (perf_counter() - begin))
+
+
+def _median(runs: list[TimedRun]) -> TimedRun:
+    return sorted(runs, key=lambda run: run.wall_ms)[(len(runs) - 1) // 2]
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until an accelerator has done what was asked of it; nothing to wait for on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
