@@ -57,6 +57,12 @@ def make_head(kind: str = "medusa", **settings: Any) -> DraftHead:
     return head
 
 
+def reset_accelerator() -> None:
+    """Accelerate keeps precision and device for the life of a process; a test may want others."""
+    if AcceleratorState._shared_state and AcceleratorState().distributed_type.value == "NO":
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def make_run(
     folder: Path,
     *,
@@ -72,8 +78,7 @@ def make_run(
     head: DraftHead | None = None,
 ) -> TrainInputs:
     """A run in this process (and in its peers under a launcher)."""
-    if AcceleratorState._shared_state and AcceleratorState().distributed_type.value == "NO":
-        AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerator()
     settings = TrainerConfig(**{"mixed_precision": "no", "log_every": 1, **(trainer or {})})
     accelerator = make_accelerator(settings, "cpu")
     data = rows if rows is not None else make_rows()
@@ -96,6 +101,7 @@ def make_run(
         tracker=build_tracker(TrackerConfig(kind=tracker), folder, accelerator.is_main_process),
         folder=folder,
         settings={"test": True},
+        provenance={"name": folder.name},
         resume=resume,
         evaluate=evaluate,
     )

@@ -43,7 +43,9 @@ class TrainInputs:
     folder: Path
     """Receives ``checkpoints/``, ``best/`` and ``last/``."""
     settings: dict[str, Any]
-    """Of the whole run: given to the tracker and written into the saved heads."""
+    """Of the whole run, for the tracker."""
+    provenance: dict[str, Any]
+    """Written into the saved heads, beside step and tokens."""
     seed: int = 0
     """Of whatever a head draws at random; every rank draws its own."""
     resume: str = "never"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 
 from specdraft.heads.storage import save_head
@@ -21,8 +20,6 @@ from specdraft.train.checkpoint import (
 from specdraft.train.inputs import TrainInputs
 from specdraft.train.progress import Display
 from specdraft.train.state import EvalPoint, TrainState, kept_rng, on_main, rng_state
-
-logger = get_logger(__name__)
 
 
 class Keeper:
@@ -56,7 +53,6 @@ class Keeper:
         state = restore(checkpoint, self.run.head, self.optimizer, self._must_agree, accelerator.process_index)
         if accelerator.scaler is not None and checkpoint.scaler:
             accelerator.scaler.load_state_dict(checkpoint.scaler)
-        logger.info("continuing from %s (optimizer step %d)", path, state.step)
         return state
 
     def save(self, state: TrainState) -> None:
@@ -119,7 +115,7 @@ class Keeper:
             on_main(self.run.accelerator, lambda: self._save_head("best", state, None))
 
     def _save_head(self, name: str, state: TrainState, point: EvalPoint | None) -> None:
-        training: dict[str, Any] = {"step": state.step, "tokens": state.tokens, "settings": self.run.settings}
+        training: dict[str, Any] = {"step": state.step, "tokens": state.tokens, **self.run.provenance}
         if point is not None:
             training["acceptance_length"] = point.acceptance_length
         save_head(self.run.head, self.run.folder / name, {"training": training})

@@ -51,6 +51,8 @@ def train(run: TrainInputs) -> TrainResult:
     ):
         with kept_rng():
             run.tracker.start(state.step, run.settings)
+        if state.step:
+            display.line(f"continuing after step {state.step} of {total_steps}")
         if keeper.measures_now(state):
             keeper.evaluate(state, display)  # a kill fell between the checkpoint and the measurement
         stopped = False

@@ -18,6 +18,7 @@ from specdraft.heads.base import head_kinds
 from specdraft.heads.storage import load_head
 from specdraft.train.checkpoint import list_checkpoints, read_checkpoint
 from specdraft.train.loop import train
+from tests.tiny import tiny_target
 from tests.training import make_rows, make_run, weights
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "
 
 
 def start(folder: Path, kind: str, settings: dict[str, Any]) -> subprocess.Popen[str]:
-    arguments = ["-m", "tests.integration.train_job", str(folder), kind, json.dumps(settings)]
+    """Two processes that run ``train_job``."""
+    return spawn(["-m", "tests.integration.train_job", str(folder), kind, json.dumps(settings)])
+
+
+def spawn(arguments: list[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*TORCHRUN, *arguments], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -44,8 +49,12 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int,
     return process.returncode, sorted(results, key=lambda result: int(result["rank"])), err
 
 
+def metrics_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def metrics(folder: Path, name: str) -> list[float]:
-    return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in metrics_lines(folder)]
 
 
 @pytest.mark.parametrize("kind", list(head_kinds()))
@@ -108,3 +117,38 @@ def test_an_error_of_rank_0_ends_both(tmp_path: Path) -> None:
     assert code != 0
     assert results == []
     assert err.count("CheckpointError: output_dir: the checkpoint of step 1 could not be saved") == 2
+
+
+def test_train_py_under_a_launcher_makes_one_folder(tmp_path: Path) -> None:
+    """``torchrun train.py``: data prepared and answered by both ranks, one folder, and one refusal the second time."""
+    target = tiny_target("llama")
+    assert target.tokenizer is not None
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    arguments = [
+        str(ROOT / "train.py"),
+        "name=two",
+        f"output_dir={tmp_path / 'outputs'}",
+        f"target.name={tmp_path / 'target'}",
+        "target.device=cpu",
+        "head=medusa",
+        "data.limit=8",
+        "data.max_length=400",
+        "data.max_new_tokens=8",
+        "data.batch_size=2",
+        "trainer.epochs=1",
+        "trainer.eval_prompts=1",
+        "trainer.eval_max_new_tokens=4",
+        "trainer.log_every=1",
+    ]
+    code, _, err = finish(spawn(arguments))
+    assert code == 0, err
+    assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["data", "two"]
+    assert json.loads((tmp_path / "outputs/two/environment.json").read_text())["processes"] == 2
+    saved = read_checkpoint(list_checkpoints(tmp_path / "outputs/two/checkpoints")[0])
+    assert len(saved.rng) == 2
+    assert saved.run["micro_batches_per_step"] == 2
+    assert len([line for line in metrics_lines(tmp_path / "outputs/two") if "loss" in line]) == saved.state.step
+    code, _, err = finish(spawn(arguments))
+    assert code != 0
+    assert err.count("specdraft: error: resume: the run's folder") == 1

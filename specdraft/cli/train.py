@@ -1,0 +1,217 @@
+"""``specdraft train``: puts a training run together from its settings and starts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdraft.config.schema import ExperimentRun
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from rich.console import Console
+
+    from specdraft.data.prepared import PreparedData
+    from specdraft.heads.base import DraftHead
+    from specdraft.targets.hf import HFTarget
+    from specdraft.train.inputs import TrainInputs, TrainResult
+    from specdraft.train.state import EvalPoint
+
+
+def run(cfg: ExperimentRun) -> None:
+    """Trains a head; see ``train_head``."""
+    train_head(cfg)
+
+
+def train_head(cfg: ExperimentRun) -> TrainResult:
+    """Loads the target, prepares the data where that was not done, trains, and says where the best head is.
+
+    Every process of a launcher calls it. ``cfg.folder`` receives config.yaml, environment.json, the metrics,
+    ``checkpoints/``, ``best/`` and ``last/``.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, UnsupportedTargetError: see the messages.
+        SpecDraftError: loss or gradient is not finite.
+    """
+    from rich.console import Console
+
+    from specdraft.config.paths import check_output
+    from specdraft.config.store import save_resolved
+    from specdraft.eval.environment import environment
+    from specdraft.train.inputs import make_accelerator
+    from specdraft.train.loop import train
+    from specdraft.train.progress import parameter_table
+    from specdraft.train.state import on_main
+
+    accelerator = make_accelerator(cfg.trainer, cfg.target.device)
+    console = Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
+    on_main(accelerator, lambda: check_output(cfg.folder, cfg.resume))
+    inputs, target = assemble(cfg, accelerator, console)
+
+    def describe() -> None:
+        save_resolved(cfg, cfg.folder)
+        write_json(cfg.folder / "environment.json", environment() | {"processes": accelerator.num_processes})
+
+    on_main(accelerator, describe)
+    console.print(parameter_table(target.model, inputs.head))
+    result = train(inputs)
+    accelerator.end_training()
+    report(cfg, result, console)
+    return result
+
+
+def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> tuple[TrainInputs, HFTarget]:
+    """Everything the loop needs, the same on every rank, and the target."""
+    from accelerate.utils import set_seed
+
+    from specdraft.data.batching import BatchPlan
+    from specdraft.data.chat import pad_token_id
+    from specdraft.data.prepare import prepare
+    from specdraft.losses.objectives import Objective
+    from specdraft.targets.hf import load_target
+    from specdraft.train.inputs import TrainInputs
+    from specdraft.train.trackers import build_tracker
+
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    target = load_target(replace(cfg.target, device=str(accelerator.device)))
+    data = prepare(cfg.data, target, cfg.data_dir, rank=rank, world_size=world_size)
+    for line in data_lines(data.manifest):
+        console.print(line, markup=False)
+    set_seed(cfg.seed)  # the same first weights on every rank
+    head = build_head(cfg, target, data, console)
+    plan = BatchPlan(
+        lengths=data.lengths,
+        batch_size=cfg.data.batch_size,
+        accumulation_steps=cfg.trainer.accumulation_steps,
+        world_size=world_size,
+        rank=rank,
+        seed=cfg.data.seed,
+        bucket=cfg.data.bucket,
+    )
+    assert target.tokenizer is not None
+    inputs = TrainInputs(
+        accelerator=accelerator,
+        target=target,
+        head=head,
+        objective=Objective(cfg.loss),
+        rows=data.rows,
+        plan=plan,
+        pad_id=pad_token_id(target.tokenizer),
+        optim=cfg.optim,
+        trainer=cfg.trainer,
+        tracker=build_tracker(cfg.tracker, cfg.folder, accelerator.is_main_process),
+        folder=cfg.folder,
+        settings=asdict(cfg),
+        provenance=provenance(cfg, data.manifest),
+        seed=cfg.seed,
+        resume=cfg.resume,
+        evaluate=acceptance(cfg, target, head),
+    )
+    return inputs, target
+
+
+def build_head(cfg: ExperimentRun, target: HFTarget, data: PreparedData, console: Console) -> DraftHead:
+    """The untrained head, its draft vocabulary chosen from what is supervised, initialised from the target."""
+    from specdraft.data.chat import ChatRenderer
+    from specdraft.data.prepared import token_counts
+    from specdraft.heads._vocab import choose_draft_vocab, coverage
+
+    head = cfg.head.build(target.spec)
+    counts = token_counts(data, target.spec.vocab_size)
+    if head.vocab is not None:
+        assert target.tokenizer is not None
+        renderer = ChatRenderer(target.tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking)
+        always = {*target.spec.eos_token_ids, *renderer.end_of_turn_ids}
+        chosen = choose_draft_vocab(counts, head.vocab.d2t.numel(), always)
+        head.vocab.set_tokens(chosen)
+        seen = int((counts > 0).sum())
+        console.print(
+            f"draft vocabulary: {len(chosen):,} of {target.spec.vocab_size:,} tokens cover "
+            f"{coverage(counts, chosen):.2%} of the supervised tokens ({seen:,} distinct)"
+        )
+    head.to(target.device)
+    head.init_from_target(target.embed, target.unembedding)
+    return head
+
+
+def acceptance(cfg: ExperimentRun, target: HFTarget, head: DraftHead) -> Callable[[DraftHead], EvalPoint] | None:
+    """Measures acceptance on held-out prompts as decoding will; None when no prompts are wanted.
+
+    Raises:
+        ConfigError: the head cannot draft the tree of ``cfg.decode``.
+    """
+    from specdraft.data.chat import ChatRenderer
+    from specdraft.data.formats import Message
+    from specdraft.decode.proposers import draft_tree
+    from specdraft.eval.acceptance import measure_acceptance
+    from specdraft.eval.prompts import load_prompts
+    from specdraft.train.state import EvalPoint
+
+    tree = draft_tree(cfg.decode, head.config.num_draft_tokens)
+    head.check_depth(tree)
+    if not cfg.trainer.eval_prompts:
+        return None
+    assert target.tokenizer is not None
+    renderer = ChatRenderer(target.tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking)
+    prompt_ids = []
+    for prompt in load_prompts("builtin", cfg.trainer.eval_prompts):
+        message: Message = {"role": "user", "content": prompt.turns[0]}
+        prompt_ids.append(renderer.prompt_ids([message]))
+
+    def evaluate(trained: DraftHead) -> EvalPoint:
+        point = measure_acceptance(target, trained, prompt_ids, tree, cfg.trainer.eval_max_new_tokens)
+        return EvalPoint(point.acceptance_length, point.acceptance_rate, point.num_steps, point.num_tokens)
+
+    return evaluate
+
+
+def data_lines(manifest: dict[str, Any]) -> list[str]:
+    """What the data set holds, and which rows were dropped for which reason."""
+    dropped = ", ".join(f"{reason}: {count}" for reason, count in manifest["dropped"].items())
+    return [
+        f"data: {manifest['num_rows']:,} rows, {manifest['num_tokens']:,} tokens, "
+        f"{manifest['supervised_share']:.1%} of them supervised, answers by the {manifest['responses']}",
+        f"data: dropped rows: {dropped or 'none'}",
+    ]
+
+
+def provenance(cfg: ExperimentRun, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a saved head says of its training. It may be published, so folders of this machine are left out."""
+    sources = [Path(source).name if Path(source.partition("#")[0]).exists() else source for source in cfg.data.sources]
+    counts = ("num_rows", "num_tokens", "num_supervised_tokens", "responses")
+    return {
+        "name": cfg.name,
+        "seed": cfg.seed,
+        "data": {"sources": sources} | {key: manifest[key] for key in counts},
+        "loss": asdict(cfg.loss),
+        "optim": asdict(cfg.optim),
+        "trainer": asdict(cfg.trainer),
+    }
+
+
+def report(cfg: ExperimentRun, result: TrainResult, console: Console) -> None:
+    """The last line on the terminal."""
+    state = result.state
+    if result.stopped:
+        return
+    best = (
+        f"acceptance length {state.best_value:.2f}, step {state.best_step}" if state.best_step >= 0 else "the last step"
+    )
+    console.print(f"best head: {cfg.folder / 'best'} ({best})", markup=False)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes ``value`` whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def main() -> int:
+    """The entry of ``train.py``, for ``accelerate launch train.py`` and torchrun."""
+    from specdraft.cli.main import train_main
+
+    return train_main()
