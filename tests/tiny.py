@@ -105,8 +105,12 @@ tiny_models: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma3": _build("Gemma3TextConfig", "Gemma3ForCausalLM", **_HYBRID, head_dim=8, query_pre_attn_scalar=8),
     "gemma3_composite": _gemma3_composite,
     "phi3": _build("Phi3Config", "Phi3ForCausalLM", sliding_window=SLIDING_WINDOW),
-    "gpt_neox": _build("GPTNeoXConfig", "GPTNeoXForCausalLM"),
-    "gpt2": _build("GPT2Config", "GPT2LMHeadModel", n_embd=HIDDEN_SIZE, n_layer=NUM_LAYERS, n_head=4, n_positions=256),
+    "gpt_neox": _build("GPTNeoXConfig", "GPTNeoXForCausalLM", num_key_value_heads=None),
+    "gpt2": _build(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        **{"n_positions": 256, "n_inner": 48, "intermediate_size": None, "num_key_value_heads": None},
+    ),
     "olmo2": _build("Olmo2Config", "Olmo2ForCausalLM"),
     "granite": _build(
         "GraniteConfig",
