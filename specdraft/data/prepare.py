@@ -199,7 +199,7 @@ def _manifest(
     return {
         "identity": identity,
         "settings": asdict(config),
-        "sources": [asdict(report) for report in loaded.reports],
+        "sources": [report.as_dict() for report in loaded.reports],
         "responses": identity["answers"]["by"],
         "dropped": dict(dropped.most_common()),
         "mask_sources": dict(renderer.mask_sources),

@@ -165,7 +165,7 @@ class _Writer:
         self.settings = GenerationConfig(
             do_sample=sampled,
             temperature=config.temperature if sampled else 1.0,
-            top_k=0,
+            top_k=0 if sampled else None,
             top_p=1.0,
             typical_p=1.0,
             min_p=0.0 if sampled else None,

@@ -45,6 +45,10 @@ class SourceReport:
     size_bytes: int | None = None
     sha256: str | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them (``dataclasses.asdict`` breaks counters)."""
+        return {**vars(self), "dropped": dict(self.dropped.most_common())}
+
 
 @dataclass(frozen=True)
 class LoadedSources:
