@@ -22,7 +22,7 @@ def run(cfg: EvalRun) -> None:
     from specdraft.eval.prompts import load_sets
     from specdraft.eval.report import print_results, report_console, write_results
     from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config, resolve_head
-    from specdraft.targets.loading import load_target
+    from specdraft.targets.hf import load_target
 
     assert cfg.head.path is not None
     folder = resolve_head(cfg.head.path, cfg.head.revision)

@@ -36,7 +36,10 @@ def print_help(command: str, summary: str, config: DictConfig) -> None:
         lines += [f"{short}=... for {long}=..." for short, long in shorthands.items()]
     lines += ["", "== Config ==", "Override anything with KEY=VALUE (e.g. target.dtype=bfloat16)", ""]
     lines += _describe(config, RUNS[command], 0)
-    lines += ["", "Flags: --cfg job, --info searchpath, --config-dir DIR, --multirun, --hydra-help (see specdraft --help)"]
+    lines += [
+        "",
+        "Flags: --cfg job, --info searchpath, --config-dir DIR, --multirun, --hydra-help (see specdraft --help)",
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import specdraft
@@ -53,18 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     line on stderr) or 130 (interrupted).
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _main(words))
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """The exit code of ``action``, with the user's mistakes told in one line; a fault of ours keeps its traceback."""
     try:
-        if not words or words[0] in ("--help", "-h", "help"):
-            return _print_usage(ok=bool(words))
-        if words[0] == "--version":
-            sys.stdout.write(f"specdraft {specdraft.__version__}\n")
-            return 0
-        command, *rest = words
-        if command not in COMMANDS:
-            return _fail(_no_such_command(command))
-        return _dispatch(command, rest)
+        return action()
     except SpecDraftError as error:
-        return _fail(error)
+        sys.stderr.write(f"specdraft: error: {' '.join(str(error).split())}\n")
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write("\nspecdraft: interrupted\n")
         return 130
@@ -74,15 +72,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _main(words: list[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help"):
+        return _print_usage(ok=bool(words))
+    if words[0] == "--version":
+        sys.stdout.write(f"specdraft {specdraft.__version__}\n")
+        return 0
+    command, *rest = words
+    if command not in COMMANDS:
+        raise _no_such_command(command)
+    return _dispatch(command, rest)
+
+
 def _print_usage(*, ok: bool) -> int:
     lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
     (sys.stdout if ok else sys.stderr).write(USAGE.format(version=specdraft.__version__, commands="\n".join(lines)))
     return 0 if ok else 2
-
-
-def _fail(error: SpecDraftError) -> int:
-    sys.stderr.write(f"specdraft: error: {' '.join(str(error).split())}\n")
-    return 2
 
 
 def _no_such_command(word: str) -> ConfigError:

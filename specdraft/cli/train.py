@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdraft.config.schema import ExperimentRun
+from specdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,8 +53,11 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     inputs, target = assemble(cfg, accelerator, console)
 
     def describe() -> None:
-        save_resolved(cfg, cfg.folder)
-        write_json(cfg.folder / "environment.json", environment() | {"processes": accelerator.num_processes})
+        try:
+            save_resolved(cfg, cfg.folder)
+            write_json(cfg.folder / "environment.json", environment() | {"processes": accelerator.num_processes})
+        except OSError as error:
+            raise ConfigError(f"output_dir: cannot be written, got {error}; free space or choose another") from error
 
     on_main(accelerator, describe)
     console.print(parameter_table(target.model, inputs.head))

@@ -47,7 +47,9 @@ def explain(error: Exception, run_class: type, overrides: Sequence[str]) -> Conf
         return _bad_yaml(error)
     if isinstance(cause, InterpolationResolutionError):
         reason = _first_line(cause)
-        return ConfigError(f"{cause.full_key}: its interpolation has no result, got {reason}{where}; refer to a key that is set")
+        return ConfigError(
+            f"{cause.full_key}: its interpolation has no result, got {reason}{where}; refer to a key that is set"
+        )
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         return _no_such_key(error, cause, run_class, overrides, where)
     if isinstance(cause, ValidationError):
@@ -90,7 +92,9 @@ def _bad_yaml(error: YAMLError) -> ConfigError:
     if mark is None:
         return ConfigError(f"YAML: cannot be read, got {_first_line(error)}; correct the file")
     problem = getattr(error, "problem", None) or "an error"
-    return ConfigError(f"{Path(mark.name).name}: is no YAML, got {problem} in line {mark.line + 1} of {mark.name}; correct it")
+    return ConfigError(
+        f"{Path(mark.name).name}: is no YAML, got {problem} in line {mark.line + 1} of {mark.name}; correct it"
+    )
 
 
 def _no_such_key(
@@ -105,7 +109,9 @@ def _no_such_key(
     if cause.object_type is dict:
         add = f"+{key}={value}" if value and not value.startswith("{") else f"+{key}=..."
         parent = key.rpartition(".")[0]
-        return ConfigError(f"{key}: is not in the dictionary yet, got {shown}; add it with {add}, remove others with ~{parent}.NAME")
+        return ConfigError(
+            f"{key}: is not in the dictionary yet, got {shown}; add it with {add}, remove others with ~{parent}.NAME"
+        )
     owner = cause.object_type
     at_place = isinstance(owner, type) and is_dataclass(owner) and key == cause.full_key
     siblings = [field.name for field in fields(owner)] if at_place and isinstance(owner, type) else []
@@ -150,7 +156,9 @@ def _other(error: Exception, overrides: Sequence[str]) -> ConfigError:
         )
     deleted = re.match(r"Could not delete from config\. '([^']+)' does not exist", text)
     if deleted:
-        return ConfigError(f"~{deleted[1]}: there is nothing to leave out, got ~{deleted[1]}; check the name with --cfg job")
+        return ConfigError(
+            f"~{deleted[1]}: there is nothing to leave out, got ~{deleted[1]}; check the name with --cfg job"
+        )
     if text.startswith("Config group override must be"):
         for override in overrides:
             key, _, value = override.partition("=")

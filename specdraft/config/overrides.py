@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from specdraft.config.head_schemas import head_schemas
 from specdraft.config.paths import config_dir
@@ -21,12 +21,12 @@ FREE_TEXT = ("prompt",)
 
 
 @cache
-def known_keys(config_class: type) -> tuple[str, ...]:
+def known_keys(config_class: type[Any]) -> tuple[str, ...]:
     """Every dotted key of a dataclass, groups included; of ``head`` those of all kinds."""
     keys: list[str] = []
     for name, hint in get_type_hints(config_class).items():
         keys.append(name)
-        if is_dataclass(hint):
+        if isinstance(hint, type) and is_dataclass(hint):
             kinds = [hint, *(head_schemas().values() if hint is HeadConfig else [])]
             keys += dict.fromkeys(f"{name}.{key}" for kind in kinds for key in known_keys(kind))
     return tuple(keys)
@@ -139,7 +139,9 @@ def split_search_path(overrides: Sequence[str], config_dirs: Sequence[str]) -> t
         if key == "hydra.searchpath":
             paths += [part.strip(" '\"") for part in value.strip("[] ").split(",") if part.strip()]
         elif key.partition(".")[0] == "hydra" or key.startswith("hydra/"):
-            raise ConfigError(f"{key}: has no effect without --multirun, got {value}; use output_dir and name, or remove it")
+            raise ConfigError(
+                f"{key}: has no effect without --multirun, got {value}; use output_dir and name, or remove it"
+            )
         else:
             rest.append(override)
     return rest, paths

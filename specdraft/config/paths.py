@@ -42,7 +42,9 @@ def check_output(folder: Path, resume: str) -> None:
             "use resume=auto to continue it, another name=, or remove it"
         )
     if resume == "must" and not any(folder.glob("checkpoints/step-*")):
-        raise ConfigError(f"resume: no checkpoint under {folder}, got must; use resume=auto or check name and output_dir")
+        raise ConfigError(
+            f"resume: no checkpoint under {folder}, got must; use resume=auto or check name and output_dir"
+        )
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"output_dir: cannot be written, got {folder.parent}; choose a folder of your own")

@@ -34,7 +34,7 @@ class ExperimentRun:
     output_dir: str = "outputs"
     """Folder that holds the runs and the prepared data."""
     resume: str = "never"
-    """never: the run's folder must be empty; auto: continue from the last checkpoint if there is one; must: continue."""
+    """never = the run's folder must be empty; auto = continue if there is a checkpoint; must = continue."""
     target: TargetConfig = field(default_factory=TargetConfig)
     """The frozen model that is made faster."""
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -63,7 +63,9 @@ class ExperimentRun:
         if not self.output_dir:
             raise ConfigError("output_dir: must not be empty, got ''; use e.g. outputs")
         if self.target.name == FROM_HEAD:
-            raise ConfigError(f"target.name: there is no trained head yet, got {FROM_HEAD!r}; name a model, e.g. smollm2")
+            raise ConfigError(
+                f"target.name: there is no trained head yet, got {FROM_HEAD!r}; name a model, e.g. smollm2"
+            )
         self._check_lengths()
         if self.trainer.eval_every is not None and not self.trainer.eval_prompts:
             raise ConfigError(
@@ -76,8 +78,8 @@ class ExperimentRun:
         depth = self.head.num_draft_tokens
         if self.data.max_length < depth + 2:
             raise ConfigError(
-                f"data.max_length: must be at least head.num_draft_tokens + 2 ({depth + 2}), got {self.data.max_length}; "
-                "use longer rows"
+                f"data.max_length: must be at least head.num_draft_tokens + 2 ({depth + 2}), "
+                f"got {self.data.max_length}; use longer rows"
             )
         if self.data.regenerate and self.data.max_new_tokens >= self.data.max_length:
             raise ConfigError(
@@ -128,13 +130,13 @@ class DoctorRun(ExperimentRun):
 
     examples: int = 1
     """Rendered conversations that are shown."""
-    rows: int = 32
+    rows: int = 8
     """Conversations that are rendered and checked."""
 
     def __post_init__(self) -> None:
         ExperimentRun.__post_init__(self)
         if self.rows < 1:
-            raise ConfigError(f"rows: must be at least 1, got {self.rows}; use e.g. 32")
+            raise ConfigError(f"rows: must be at least 1, got {self.rows}; use e.g. 8")
         if not 0 <= self.examples <= self.rows:
             raise ConfigError(f"examples: must lie in 0..rows ({self.rows}), got {self.examples}; use 1")
 
@@ -196,7 +198,9 @@ class GenerateRun:
         if self.head.path is not None:
             return
         if self.target.name == FROM_HEAD:
-            raise ConfigError(f"target.name: there is no head to take it from, got {FROM_HEAD!r}; add target.name=smollm2")
+            raise ConfigError(
+                f"target.name: there is no head to take it from, got {FROM_HEAD!r}; add target.name=smollm2"
+            )
         if self.decode.show or self.decode.tree is not None or self.decode.num_draft_tokens is not None:
             raise ConfigError("decode: show, tree and num_draft_tokens have no effect, got no head; add head=FOLDER")
 

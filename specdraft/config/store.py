@@ -41,7 +41,7 @@ def register_schemas(command: str) -> None:
 
 
 def _schema(config_class: type) -> DictConfig:
-    """Typed config of a dataclass. Dictionaries start empty: YAML replaces their defaults, merging would add to them."""
+    """Typed config of a dataclass, its dictionaries empty: merging YAML would add to their defaults."""
     schema: DictConfig = OmegaConf.structured(config_class)
     _empty_dictionaries(schema)
     return schema
