@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from specdraft.core.errors import ConfigError
 from specdraft.data.batching import BatchPlan
@@ -90,7 +91,9 @@ def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerato
         torch.cuda.set_device(torch.device(device) if ":" in device else 0)
     # Buffers are the draft-vocabulary map, equal everywhere from the start.
     ddp = DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False)
+    # Rank 0 decodes held-out prompts and writes checkpoints while the others wait for it.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     if trainer.mixed_precision == "fp16" and on_cpu:
         raise ConfigError("trainer.mixed_precision: needs an accelerator, got fp16 on the CPU; use bf16 or no")
-    return Accelerator(mixed_precision=trainer.mixed_precision, cpu=on_cpu, kwargs_handlers=[ddp])
+    return Accelerator(mixed_precision=trainer.mixed_precision, cpu=on_cpu, kwargs_handlers=[ddp, patience])

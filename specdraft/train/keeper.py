@@ -85,6 +85,11 @@ class Keeper:
         epoch = state.epoch + state.step_in_epoch / self.run.plan.steps_per_epoch
         return {"epoch": epoch, "tokens": state.tokens, "skipped_steps": state.skipped}
 
+    def log(self, state: TrainState, values: dict[str, float], display: Display) -> None:
+        """Metrics to the tracker and the terminal."""
+        on_main(self.run.accelerator, lambda: self.run.tracker.log(state.step, values))
+        display.metrics(state.step, values)
+
     def evaluate(self, state: TrainState, display: Display) -> None:
         """Measures acceptance on rank 0, keeps the best head, and notes both in the checkpoint."""
         run = self.run

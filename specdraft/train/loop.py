@@ -20,7 +20,7 @@ from specdraft.train.inputs import TrainInputs, TrainResult
 from specdraft.train.keeper import Keeper
 from specdraft.train.optim import build_optimizer, set_lr
 from specdraft.train.progress import Display, Meter
-from specdraft.train.state import StopSignal, TrainState, kept_rng, sum_over_ranks
+from specdraft.train.state import StopSignal, TrainState, kept_rng, on_main, sum_over_ranks
 
 logger = get_logger(__name__)
 
@@ -50,7 +50,7 @@ def train(run: TrainInputs) -> TrainResult:
         Display(total_steps, state.step, accelerator.is_main_process) as display,
     ):
         with kept_rng():
-            run.tracker.start(state.step, run.settings)
+            on_main(accelerator, lambda: run.tracker.start(state.step, run.settings))
         if state.step:
             display.line(f"continuing after step {state.step} of {total_steps}")
         if keeper.measures_now(state):
@@ -86,8 +86,7 @@ def train(run: TrainInputs) -> TrainResult:
                     "grad_norm": grad_norm,
                     **keeper.progress(state),
                 }
-                run.tracker.log(state.step, values)
-                display.metrics(state.step, values)
+                keeper.log(state, values, display)
             (stop,) = sum_over_ranks(accelerator, [float(signal.requested)])
             stopped, done = bool(stop), state.step == total_steps
             with meter.paused():

@@ -56,14 +56,27 @@ class JsonlTracker:
                     kept.append(line + "\n")
             except json.JSONDecodeError:
                 continue
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("".join(kept))
+        self._write("w", "".join(kept))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line; a metric that is not finite becomes null."""
-        with self.path.open("a") as file:
-            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            file.write(json.dumps({"step": step, **finite}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._write("a", json.dumps({"step": step, **finite}) + "\n")
+
+    def _write(self, mode: str, text: str) -> None:
+        """Writes or appends.
+
+        Raises:
+            ConfigError: the disk is full or the folder may not be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open(mode) as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: the metrics cannot be written, got {error}; free space or choose another output_dir"
+            ) from error
 
     def close(self) -> None:
         """Every line is on its way to the disk already."""

@@ -47,6 +47,12 @@ def test_jsonl_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     assert lines(tmp_path) == []
 
 
+def test_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"^output_dir: the metrics cannot be written, got .*No space left"):
+        train(make_run(tmp_path, trainer={"max_steps": 1}))
+
+
 @pytest.mark.slow
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is written below the run's folder, with settings and metrics, and continued under one id."""
