@@ -27,31 +27,23 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= 32:
             raise ConfigError(
-                f"decode.num_draft_tokens: must lie in 1..32 or be null, got {self.num_draft_tokens}; choose a depth such as 4"
+                f"decode.num_draft_tokens: must lie in 1..32, got {self.num_draft_tokens}; choose e.g. 4 or null"
             )
         if self.max_new_tokens < 1:
-            raise ConfigError(
-                f"decode.max_new_tokens: must be at least 1, got {self.max_new_tokens}; use e.g. 128"
-            )
+            raise ConfigError(f"decode.max_new_tokens: must be at least 1, got {self.max_new_tokens}; use e.g. 128")
         if self.tree is None:
             return
         if self.num_draft_tokens is not None:
             raise ConfigError(
-                f"decode.num_draft_tokens: contradicts decode.tree, got {self.num_draft_tokens}; set one of them to null"
+                f"decode.num_draft_tokens: contradicts decode.tree, got {self.num_draft_tokens}; set one to null"
             )
         if not 1 <= len(self.tree) <= MAX_NODES:
-            raise ConfigError(
-                f"decode.tree: needs 1 to {MAX_NODES} paths, got {len(self.tree)}; use null for a chain"
-            )
+            raise ConfigError(f"decode.tree: needs 1 to {MAX_NODES} paths, got {len(self.tree)}; use null for a chain")
         known = {tuple(path) for path in self.tree}
         if len(known) != len(self.tree):
             raise ConfigError(f"decode.tree: a path is given twice, got {self.tree}; remove one")
         for path in self.tree:
             if not path or min(path) < 0:
-                raise ConfigError(
-                    f"decode.tree: a path is a non-empty list of ranks from 0, got {path}; correct it"
-                )
+                raise ConfigError(f"decode.tree: a path is a non-empty list of ranks from 0, got {path}; correct it")
             if len(path) > 1 and tuple(path[:-1]) not in known:
-                raise ConfigError(
-                    f"decode.tree: the path {path} lacks its beginning, got none; add {path[:-1]}"
-                )
+                raise ConfigError(f"decode.tree: the path {path} lacks its beginning, got none; add {path[:-1]}")

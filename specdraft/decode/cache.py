@@ -31,7 +31,7 @@ class _Store:
         self._filled: list[Tensor] = []
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts n new rows after the committed ones and returns views of both together, ``[B, heads, length + n, d]``."""
+        """Puts n rows after the committed ones and returns views of both together, ``[B, heads, length + n, d]``."""
         if not self.tensors:
             self._first[2 * layer], self._first[2 * layer + 1] = keys, values
             return keys, values
@@ -42,16 +42,14 @@ class _Store:
         return self._filled[2 * layer], self._filled[2 * layer + 1]
 
     def _open(self, count: int) -> None:
-        """Views for a forward of ``count`` rows, for all layers at once: slicing layer by layer costs more than the copies."""
+        """Views for a forward of ``count`` rows, for all layers at once: slicing each layer costs more than copying."""
         end = self.length + count
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} rows, {end} are needed")
         slots: dict[int, Tensor] = {}
         filled: dict[int, Tensor] = {}
         for shape, tensor in self.tensors.items():
-            slots.update(
-                zip(self._members[shape], tensor.narrow(3, self.length, count).unbind(0), strict=True)
-            )
+            slots.update(zip(self._members[shape], tensor.narrow(3, self.length, count).unbind(0), strict=True))
             filled.update(zip(self._members[shape], tensor.narrow(3, 0, end).unbind(0), strict=True))
         self._slots = [slots[state] for state in range(self.num_states)]
         self._filled = [filled[state] for state in range(self.num_states)]
@@ -105,9 +103,7 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the store allocates for all layers together."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.store.write(self.index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

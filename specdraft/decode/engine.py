@@ -1,4 +1,4 @@
-"""The decoding loop: draft, one target forward over the tree, accept, commit. Plain decoding is the loop without a draft."""
+"""The decoding loop: draft, one target forward over the tree, accept, commit. Without a draft it is plain decoding."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SpeculativeDecoder:
         eos_token_ids: Collection[int] | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[StepOutput]:
-        """The steps of ``generate`` as they come; closing the iterator ends decoding. Raises like ``generate``, at once."""
+        """The steps of ``generate`` as they come; closing the iterator ends decoding. Raises at once what it raises."""
         eos = () if ignore_eos else self.target.spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         return self._run(self._prompt(input_ids), max_new_tokens, frozenset(eos), False, DecodeResult())
 
@@ -81,34 +81,24 @@ class SpeculativeDecoder:
         """``[1, P]`` int64 on the target's device."""
         ids = torch.as_tensor(input_ids, dtype=torch.int64)
         if ids.dim() == 2 and ids.shape[0] != 1:
-            raise DataError(
-                f"prompt: one row is decoded at a time, got {ids.shape[0]}; decode the rows one by one"
-            )
+            raise DataError(f"prompt: one row is decoded at a time, got {ids.shape[0]}; decode the rows one by one")
         if not ids.numel():
             raise DataError("prompt: must hold at least one token, got none; start it with the BOS token")
         limit = self.target.spec.max_position_embeddings
         if ids.numel() >= limit:
-            raise DataError(
-                f"prompt: leaves no room in a context of {limit} tokens, got {ids.numel()}; shorten it"
-            )
+            raise DataError(f"prompt: leaves no room in a context of {limit} tokens, got {ids.numel()}; shorten it")
         return ids.reshape(1, -1).to(self.target.device)
 
     def _run(
         self, prompt: Tensor, max_new_tokens: int, eos: frozenset[int], trace: bool, result: DecodeResult
     ) -> Iterator[StepOutput]:
         if max_new_tokens < 1:
-            raise ConfigError(
-                f"decode.max_new_tokens: must be at least 1, got {max_new_tokens}; use e.g. 128"
-            )
+            raise ConfigError(f"decode.max_new_tokens: must be at least 1, got {max_new_tokens}; use e.g. 128")
         context = self.target.spec.max_position_embeddings - prompt.shape[1]
-        limits = _Limits(
-            min(max_new_tokens, context), "length" if max_new_tokens <= context else "context", eos
-        )
+        limits = _Limits(min(max_new_tokens, context), "length" if max_new_tokens <= context else "context", eos)
         return self._steps(prompt, limits, trace, result)
 
-    def _steps(
-        self, prompt: Tensor, limits: _Limits, trace: bool, result: DecodeResult
-    ) -> Iterator[StepOutput]:
+    def _steps(self, prompt: Tensor, limits: _Limits, trace: bool, result: DecodeResult) -> Iterator[StepOutput]:
         cache = self._take_cache(prompt.shape[1] + limits.room)
         try:
             row = _Row(self, cache, limits, trace, result)
@@ -201,9 +191,7 @@ class _Row:
         tokens = self.root if proposal is None else torch.cat([self.root, proposal.tokens[0]])
         positions, (full, sliding) = plan.positions(length), plan.masks(length)
         prepared = perf_counter()
-        features = self.target.forward_cached(
-            tokens[None], positions, full, sliding, self.cache, self.request
-        )
+        features = self.target.forward_cached(tokens[None], positions, full, sliding, self.cache, self.request)
         logits = self.target.logits(features.last_hidden[0])
         ran = perf_counter()
         choices = logits.argmax(dim=-1)

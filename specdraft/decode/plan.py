@@ -60,7 +60,7 @@ class TreePlan:
     def masks(self, length: int) -> tuple[Tensor | None, Tensor | None]:
         """Masks for the full and for the sliding layers over ``length`` committed keys and the tree.
 
-        Each is ``[1, 1, N+1, length + N+1]`` bool, True = may attend. None where the target has no such layers, and both
+        Each is ``[1, 1, N+1, length + N+1]`` bool, True = may attend. None where the target has no such layers; both
         None for a single row that sees every key anyway.
         """
         if self.size == 1 and (self._window is None or length < self._window):

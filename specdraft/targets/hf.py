@@ -15,6 +15,7 @@ from specdraft.core.errors import ConfigError
 from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatch, Unembedding
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.check import check_target
+from specdraft.targets.fast_path import FastLayers, replace_layers
 from specdraft.targets.layout import Layout, find_layout, text_config
 from specdraft.targets.loading import load_config, load_model, load_tokenizer, resolve_device, resolve_source
 from specdraft.targets.packing import PackedLinears, pack_linears
@@ -47,6 +48,7 @@ class HFTarget:
         self.layer_types = layout.layer_types
         self.sliding_window = layout.sliding_window
         self.packed: PackedLinears | None = None
+        self.fast_layers: FastLayers | None = None
         weight = layout.lm_head.get_parameter("weight")
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
@@ -77,9 +79,10 @@ class HFTarget:
         return target
 
     def pack(self) -> None:
-        """Keeps the linear layers also in the layout of the CPU kernels, for forwards of few tokens."""
+        """Makes forwards of few tokens fast on a CPU: fused layers where they prove equal, and packed weights."""
         if self.packed is None:
-            self.packed = pack_linears(self.model)
+            self.fast_layers = replace_layers(self.layout)
+            self.packed = pack_linears(self.model, self.fast_layers.linears, self.fast_layers.fused_away)
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[...]`` int64 -> ``[..., H]``: the target's embedding module and the scale its decoder applies."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -117,17 +117,23 @@ class PackedLinears:
         self._linears = []
 
 
-def pack_linears(model: nn.Module) -> PackedLinears:
+def pack_linears(model: nn.Module, extra: Iterable[nn.Linear] = (), without: Iterable[nn.Linear] = ()) -> PackedLinears:
     """Packs every plain, frozen ``nn.Linear`` of ``model`` that lies on the CPU in a dtype with a kernel.
 
     Other modules (quantised, adapted, on a device, trainable, packed already) stay as they are. The weights must not
     change while packed: products of few rows come from a copy. With gradients, under autocast, and for more rows than
     the kernel is good for, a packed layer computes what it did before.
+
+    Args:
+        model: whose layers are packed.
+        extra: layers outside ``model`` that are packed too.
+        without: layers of ``model`` that are left alone.
     """
     kernels = _kernels()
+    left_alone = set(without)
     packed = []
-    for module in model.modules():
-        if type(module) is not nn.Linear or "forward" in module.__dict__:
+    for module in (*model.modules(), *extra):
+        if type(module) is not nn.Linear or "forward" in module.__dict__ or module in left_alone:
             continue
         weight = module.weight
         if weight.device.type == "cpu" and not weight.requires_grad and weight.dtype in kernels:

@@ -90,7 +90,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
 
 def test_packed_target_gives_the_same_logits_and_covers_the_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("llama")
+    target = tiny_target("gpt_neox")
     plain = copy.deepcopy(target.model)
     target.pack()
     assert target.packed is not None

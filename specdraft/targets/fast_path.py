@@ -1,0 +1,278 @@
+"""Decoder layers with fewer, larger operations for cached forwards; a layer is replaced only where this proves equal.
+
+At batch 1 a layer is bound by reading its weights and, in a small model, by the number of kernels it starts. The layers
+here do what a Llama layer does with one product for queries, keys and values, one for gate and up, one rotation for
+queries and keys, and attention on the key-value heads without copies of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdraft.targets.layout import Layout
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Largest accepted difference to the layer's own result, relative to what the layer adds to its input."""
+PREFIX = 7
+"""Cached rows in the check."""
+
+
+class _Forward:
+    """What the layers of one forward share: rotations and masks as the kernels want them, made by the first layer."""
+
+    def __init__(self) -> None:
+        self._cos: Tensor | None = None
+        self._rotation: tuple[Tensor, Tensor] | None = None
+        self._mask: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """``[1, n, d]`` each -> ``[1, n, 1, d]``: cosines, and sines with the sign that half a turn of x lacks."""
+        if self._rotation is None or self._cos is not cos:
+            half = sin.shape[-1] // 2
+            signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+            self._cos, self._rotation = cos, (cos.unsqueeze(2), signed.unsqueeze(2))
+        return self._rotation
+
+    def bias(self, mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+        """``[B, 1, n, L]``, bool (True = may attend) or to be added -> to be added, ``[B, 1, groups * n, L]``."""
+        if self._bias is None or self._mask is not mask:
+            bias = mask
+            if mask.dtype == torch.bool:
+                bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+            self._mask, self._bias = mask, bias.repeat(1, 1, groups, 1)
+        return self._bias
+
+
+class FastLayer:
+    """Stands in for the ``forward`` of one decoder layer: norm, attention, norm, gated MLP, each added to its input.
+
+    Raises:
+        AttributeError, TypeError: the layer has other parts.
+    """
+
+    def __init__(self, layer: nn.Module, shared: _Forward) -> None:
+        attention: Any = layer.get_submodule("self_attn")
+        mlp: Any = layer.get_submodule("mlp")
+        self.original: Callable[..., Any] = layer.forward
+        self.shared = shared
+        self.index: int = attention.layer_idx
+        self.head_dim: int = attention.head_dim
+        self.scale: float = attention.scaling
+        self.activation: Callable[[Tensor], Tensor] = mlp.act_fn.forward
+        self.before_attention = _norm(layer.get_submodule("input_layernorm"))
+        self.before_mlp = _norm(layer.get_submodule("post_attention_layernorm"))
+        self.sources = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+        self.qkv, self.gate_up = (_fused(linears) for linears in self.sources)
+        self.output, self.down = _plain(attention.o_proj), _plain(mlp.down_proj)
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        # Qwen 3 norms every head's queries and keys.
+        self.head_norm: Tensor | None = None
+        if "q_norm" in dict(attention.named_children()):
+            norms = [_norm(attention.q_norm), _norm(attention.k_norm)]
+            if norms[0][1] != norms[1][1] or norms[0][0].shape != (self.head_dim,):
+                raise TypeError("queries and keys are normed in another way")
+            counts = (self.num_heads, self.num_kv_heads)
+            self.head_norm = torch.cat([n[0].expand(c, -1) for n, c in zip(norms, counts, strict=True)])
+            self.head_eps = norms[0][1]
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The layers whose products it computes."""
+        return [self.qkv, self.output, self.gate_up, self.down]
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``[B, n, H]`` -> ``[B, n, H]``. With gradients, under autocast or without a cache, the layer's own way."""
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if (
+            cache is None
+            or position_embeddings is None
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(hidden_states.device.type)
+        ):
+            return self.original(
+                hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
+            )
+        weight, eps = self.before_attention
+        x = F.rms_norm(hidden_states, weight.shape, weight, eps)
+        hidden = hidden_states + self._attend(x, attention_mask, position_embeddings, cache)
+        weight, eps = self.before_mlp
+        gate, up = self.gate_up.forward(F.rms_norm(hidden, weight.shape, weight, eps)).chunk(2, dim=-1)
+        return hidden + self.down.forward(self.activation(gate) * up)
+
+    def _attend(self, x: Tensor, mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+        (batch, rows, _), width = x.shape, self.head_dim
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        groups = heads // kv_heads
+        projected = self.qkv.forward(x).view(batch, rows, heads + 2 * kv_heads, width)
+        both, values = projected[:, :, : heads + kv_heads], projected[:, :, heads + kv_heads :]
+        if self.head_norm is not None:
+            both = F.rms_norm(both, (width,), None, self.head_eps) * self.head_norm
+        cos, sin = self.shared.rotation(*position_embeddings)
+        both = torch.addcmul(both * cos, both.roll(width // 2, dims=-1), sin)
+        keys, values = cache.update(both[:, :, heads:].transpose(1, 2), values.transpose(1, 2), self.index)
+        queries = both[:, :, :heads]
+        if mask is None and rows > 1:
+            # A prompt into an empty cache.
+            attended = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys, values, is_causal=True, scale=self.scale, enable_gqa=groups > 1
+            )
+            return self.output.forward(attended.transpose(1, 2).reshape(batch, rows, heads * width))
+        # Queries that share a key-value head become rows of it, so that keys and values are read once.
+        grouped = queries.reshape(batch, rows, kv_heads, groups, width).permute(0, 2, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(
+            grouped.reshape(batch, kv_heads, groups * rows, width),
+            keys,
+            values,
+            attn_mask=None if mask is None else self.shared.bias(mask, groups, x.dtype),
+            scale=self.scale,
+        )
+        ungrouped = attended.view(batch, kv_heads, groups, rows, width).permute(0, 3, 1, 2, 4)
+        return self.output.forward(ungrouped.reshape(batch, rows, heads * width))
+
+
+class FastLayers:
+    """Handle of the replaced layers of one model."""
+
+    def __init__(self, replaced: list[tuple[nn.Module, FastLayer]]) -> None:
+        self._replaced = replaced
+
+    def __len__(self) -> int:
+        return len(self._replaced)
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linear layers in use, the fused ones among them."""
+        return [linear for _, fast in self._replaced for linear in fast.linears]
+
+    @property
+    def fused_away(self) -> list[nn.Linear]:
+        """The layers' own linears whose products a fused one computes now."""
+        return [linear for _, fast in self._replaced for linears in fast.sources for linear in linears]
+
+    def remove(self) -> None:
+        """Back to the layers' own way, with weights of their own."""
+        for layer, _ in self._replaced:
+            del layer.__dict__["forward"]
+        for linear in self.fused_away:
+            for parameter in linear.parameters():
+                parameter.data = parameter.data.clone()
+        self._replaced = []
+
+
+def replace_layers(layout: Layout) -> FastLayers:
+    """Replaces the ``forward`` of every frozen layer that ``FastLayer`` matches on random input.
+
+    The weights of fused linears become views of the fused one, so that memory stays the same. Hooks on the layers go on
+    working, hooks on the modules inside see nothing of a cached forward.
+    """
+    replaced: list[tuple[nn.Module, FastLayer]] = []
+    if layout.decoder.config._attn_implementation != "sdpa":  # type: ignore[union-attr]
+        return FastLayers(replaced)
+    shared = {kind: _Forward() for kind in set(layout.layer_types)}
+    for layer, kind in zip(layout.layers, layout.layer_types, strict=True):
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            continue
+        try:
+            fast = FastLayer(layer, shared[kind])
+            if not _is_equal(fast):
+                continue
+        except (AttributeError, TypeError, RuntimeError):
+            # The layer is built in another way, or does not take what a Llama layer takes.
+            continue
+        for linears, fused in zip(fast.sources, (fast.qkv, fast.gate_up), strict=True):
+            _share(linears, fused)
+        # An attribute of the instance goes before the method of its class.
+        layer.__dict__["forward"] = fast
+        replaced.append((layer, fast))
+    return FastLayers(replaced)
+
+
+def _norm(norm: nn.Module) -> tuple[Tensor, float]:
+    """Weight and epsilon of a root-mean-square norm."""
+    module: Any = norm
+    return norm.get_parameter("weight").detach(), float(module.variance_epsilon)
+
+
+def _plain(module: nn.Module) -> nn.Linear:
+    if type(module) is not nn.Linear:
+        raise TypeError(f"not a plain linear layer: {type(module).__name__}")
+    return module
+
+
+def _fused(linears: list[nn.Linear]) -> nn.Linear:
+    """One layer that computes all of ``linears``, from a copy of their weights."""
+    weights = [_plain(linear).weight.detach() for linear in linears]
+    fused = nn.Linear(weights[0].shape[1], sum(len(w) for w in weights), bias=False, device="meta")
+    fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    if linears[0].bias is not None:
+        fused.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]), requires_grad=False)
+    return fused
+
+
+def _share(linears: list[nn.Linear], fused: nn.Linear) -> None:
+    """Makes the parameters of ``linears`` views of those of ``fused``."""
+    sizes = [linear.out_features for linear in linears]
+    for name, parameter in fused.named_parameters():
+        for linear, view in zip(linears, parameter.data.split(sizes), strict=True):
+            linear.get_parameter(name).data = view
+
+
+class _Prefix:
+    """A cache that starts with given keys and values."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+
+
+@torch.no_grad()
+def _is_equal(fast: FastLayer) -> bool:
+    """Whether the fast way gives what the layer gives: for a tree after a prefix, one token after it, and a prompt."""
+    weight = fast.qkv.weight
+    dtype, device = weight.dtype, weight.device
+    if dtype not in TOLERANCE:
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    name = "cache" if "cache" in inspect.signature(fast.original).parameters else "past_key_values"
+    for rows, prefix, masked in ((5, PREFIX, True), (1, PREFIX, False), (4, 0, False)):
+        hidden = random(1, rows, weight.shape[1])
+        angles = torch.rand(1, rows, fast.head_dim // 2, generator=generator).to(device) * 6
+        angles = torch.cat([angles, angles], dim=-1)
+        tree = torch.rand(1, 1, rows, prefix + rows, generator=generator).to(device) < 0.6
+        tree[0, 0, :, prefix:].fill_diagonal_(True)
+        shape = (1, fast.num_kv_heads, prefix, fast.head_dim)
+        inputs: dict[str, Any] = {
+            "attention_mask": tree if masked else None,
+            "position_ids": torch.arange(rows, device=device)[None],
+            "position_embeddings": (angles.cos().to(dtype), angles.sin().to(dtype)),
+            "use_cache": True,
+            name: _Prefix(random(*shape), random(*shape)),
+        }
+        wanted, found = fast.original(hidden, **inputs), fast(hidden, **inputs)
+        if not isinstance(wanted, Tensor) or wanted.shape != found.shape:
+            return False
+        added = (wanted - hidden).float().norm()
+        if not (found - wanted).float().norm() <= TOLERANCE[dtype] * added:
+            return False
+    return True
