@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from specdraft.core.errors import ConfigError
 
 FORMATS = ("hf",)
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,12 +25,22 @@ class ExportConfig:
     dry_run: bool = False
     """True: print what would be written and uploaded, and do neither."""
     output: str | None = None
-    """Folder that is written; null = ``export-<format>`` beside the head's folder."""
+    """Folder that is written; null = ``export-<format>`` beside the head's folder, or here for a head from the Hub."""
+    license: str | None = None
+    """Licence of the head as the Hub writes it, e.g. apache-2.0; null = the model card names none."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ConfigError(f"export.format: unknown, got {self.format!r}; use {', '.join(FORMATS)}")
-        if self.push_to is not None and self.push_to.count("/") != 1:
-            raise ConfigError(f"export.push_to: is not of the form user/name, got {self.push_to!r}; add your user name")
+        if self.push_to is not None and not _REPO.fullmatch(self.push_to):
+            raise ConfigError(
+                f"export.push_to: is not of the form user/name, got {self.push_to!r}; use e.g. me/my-head"
+            )
         if self.private and self.push_to is None:
             raise ConfigError("export.private: has no effect without push_to, got true; add push_to=user/name")
+        if self.output is not None and not self.output:
+            raise ConfigError("export.output: must not be empty, got ''; use null or a folder")
+        if self.license is not None and not _LICENSE.fullmatch(self.license):
+            raise ConfigError(
+                f"export.license: is not written as on the Hub, got {self.license!r}; use e.g. apache-2.0 or other"
+            )

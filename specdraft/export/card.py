@@ -1,0 +1,271 @@
+"""The model card of a head: metadata for the Hub, and the run and its figures in words and tables."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from specdraft.heads.base import DraftHead
+
+HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Targets that specdraft knows by a short name -> their id on the Hub."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SHOWN_SETTINGS = {
+    "data": ("sources", "regenerate", "max_length", "loss_on"),
+    "loss": ("terms", "step_decay", "normalize"),
+    "optim": ("lr", "schedule", "warmup_ratio"),
+    "trainer": ("epochs", "max_steps", "accumulation_steps", "mixed_precision"),
+}
+"""Settings of the training run that the card lists, by group; the others are in config.json."""
+INTRODUCTION = """\
+This head drafts the next tokens of {target} from the model's own hidden states. The model checks a whole draft in one
+forward pass and keeps what it would have written itself: greedy output is unchanged, in fewer passes. Made with
+specdraft.
+"""
+MEASURED = """\
+Greedy decoding of one prompt at a time with {shape} of depth {depth}, at most {length} new tokens, {dtype} on
+{processor} ({threads} threads), torch {torch}, transformers {transformers}.
+
+Acceptance length: tokens per forward pass of the target, its own token included, pooled over steps. Speed-up: tokens
+per second against plain decoding of the same target in the same process, prompts included. In brackets: 95 %
+bootstrap intervals over prompts.
+"""
+SET_HEADER = (
+    "prompts",
+    "acceptance length",
+    "tok/s plain",
+    "tok/s speculative",
+    "speed-up",
+    "identical outputs",
+)
+USE = """\
+```bash
+specdraft generate head={repo} prompt="Tell me a story."
+specdraft eval head={repo} prompts=builtin
+```
+
+```python
+from specdraft.data.chat import ChatRenderer
+from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.decode.proposers import HeadProposer
+from specdraft.heads.storage import check_head_matches, load_head
+from specdraft.targets.hf import load_target
+from specdraft.targets._config import TargetConfig
+
+target = load_target(TargetConfig(name="{target}"))
+head = load_head("{repo}", device=target.device, dtype=target.dtype)
+check_head_matches(head, target.spec)
+decoder = SpeculativeDecoder(target, HeadProposer(head, target))
+prompt = ChatRenderer(target.tokenizer).prompt_ids([{{"role": "user", "content": "Tell me a story."}}])
+print(target.tokenizer.decode(decoder.generate(prompt, max_new_tokens=128).tokens))
+```
+"""
+
+
+def portable(value: Any) -> Any:
+    """JSON values without the folders of this machine: a path becomes its last part; the rest stays as it is."""
+    if isinstance(value, Mapping):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [portable(item) for item in value]
+    if isinstance(value, str) and _is_path(value):
+        return PureWindowsPath(value).name or value
+    return value
+
+
+def _is_path(text: str) -> bool:
+    """Absolute paths of any system, and those relative to the home or the present folder."""
+    return text.startswith(("/", "~", "./", "../", "\\\\")) or bool(re.match(r"[A-Za-z]:[\\/]", text))
+
+
+def model_card(
+    head: DraftHead,
+    config: Mapping[str, Any],
+    results: Mapping[str, Any] | None,
+    repo_id: str | None,
+    license_name: str | None,
+) -> ModelCard:
+    """The card of a head, filled from its run.
+
+    Args:
+        head: the head itself.
+        config: its config.json, portable.
+        results: its results.json, portable, if it was evaluated.
+        repo_id: where it goes; None = its folder's name is left to the reader.
+        license_name: as the Hub writes it, or None.
+    """
+    target = config["target"]
+    base = hub_id(target["name"])
+    kind = head.config.kind
+    figures = _eval_results(results)
+    title = f"{kind} draft head for {base or target['name']}"
+    data = ModelCardData(
+        base_model=base,
+        datasets=_hub_datasets(config) or None,
+        library_name="specdraft",
+        license=license_name,
+        pipeline_tag="text-generation",
+        tags=["specdraft", "speculative-decoding", "draft-head", kind],
+        model_name=(repo_id or title) if figures else None,
+        eval_results=figures or None,
+    )
+    repo = repo_id or "FOLDER_OR_HUB_ID"
+    sections = [
+        f"# {title}",
+        INTRODUCTION.format(target=_link(base) or target["name"]),
+        _facts(head, config),
+        "## Results",
+        *(_results(results) if results else ["Not evaluated: run `specdraft eval` and export again."]),
+        "## How to use",
+        USE.format(repo=repo, target=target["name"])
+        + ("" if base else "\nThe target was a local model: give the name of your copy as `target.name`.\n"),
+        "## Training",
+        *_training(config),
+        "## Licence",
+        f"{license_name}. The target has a licence of its own." if license_name else "None was stated by the author.",
+    ]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in sections) + "\n")
+
+
+def hub_id(name: str) -> str | None:
+    """The Hub id of a target, None for one that is only known on the machine it was trained on."""
+    name = HUB_NAMES.get(name, name)
+    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
+
+
+def _link(repo: str | None) -> str | None:
+    return None if repo is None else f"[{repo}](https://huggingface.co/{repo})"
+
+
+def _facts(head: DraftHead, config: Mapping[str, Any]) -> str:
+    """What the head is."""
+    target = config["target"]
+    method = (importlib.import_module(type(head).__module__).__doc__ or head.config.kind).splitlines()[0]
+    drafted = head.config.draft_vocab_size
+    vocabulary = (
+        f"{drafted:,} of {head.spec.vocab_size:,} tokens" if drafted else f"all {head.spec.vocab_size:,} tokens"
+    )
+    rows = {
+        "Target": target["name"],
+        "Target revision": target["revision"] or "not pinned",
+        "Target fingerprint": f"`{target['fingerprint']}`",
+        "Method": method,
+        "Draft depth": str(head.config.num_draft_tokens),
+        "Draft vocabulary": vocabulary,
+        "Parameters": f"{head.num_parameters:,} ({config['dtype']})",
+        "Settings": _inline({k: v for k, v in config["head"].items() if k != "kind"}),
+    }
+    return _markdown(("", ""), list(rows.items()))
+
+
+def _results(results: Mapping[str, Any]) -> list[str]:
+    """Figures of every set, by category and by depth, and where they were measured."""
+    decode, machine = results["decode"], results["environment"]
+    shape = "a chain" if decode["tree"] is None else f"a tree of {len(decode['tree'])} nodes"
+    processor = ", ".join(machine["accelerators"]) if decode["device"] == "cuda" else machine["cpu"]
+    parts = [
+        MEASURED.format(
+            shape=shape,
+            depth=decode["num_draft_tokens"],
+            length=decode["max_new_tokens"],
+            dtype=decode["dtype"],
+            processor=processor,
+            threads=machine["num_threads"],
+            torch=machine["libraries"]["torch"],
+            transformers=machine["libraries"]["transformers"],
+        ),
+        _markdown(("set", *SET_HEADER), [_set_row(name, figures) for name, figures in results["sets"].items()]),
+    ]
+    for name, figures in results["sets"].items():
+        depths = [
+            (str(k + 1), _format(rate), _format(survival))
+            for k, (rate, survival) in enumerate(zip(figures["acceptance_rate"], figures["survival"], strict=True))
+        ]
+        parts += [f"### {name}", _markdown(("depth", "acceptance rate (given all before)", "survival"), depths)]
+        if len(figures["by_category"]) > 1:
+            rows = [_set_row(category, part) for category, part in figures["by_category"].items()]
+            parts.append(_markdown(("category", *SET_HEADER), rows))
+    return parts
+
+
+def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    rates = figures["tokens_per_s"]
+    return (
+        name,
+        str(figures["num_prompts"]),
+        _estimate(figures["acceptance_length"]),
+        _format(rates["autoregressive"], 1),
+        _format(rates["speculative"], 1),
+        _estimate(figures["speedup"]),
+        f"{figures['identical_outputs']} of {figures['num_prompts']}",
+    )
+
+
+def _training(config: Mapping[str, Any]) -> list[str]:
+    """How the head came about, as far as config.json says."""
+    training = config.get("training")
+    if not training:
+        return ["config.json holds no record of the training."]
+    text = f"{training['step']:,} optimizer steps over {training['tokens']:,} tokens."
+    if "acceptance_length" in training:
+        text += f" Chosen by measured acceptance length ({training['acceptance_length']:.3f} on held-out prompts)."
+    rows = [
+        (f"{group}.{name}", _inline(values[name]))
+        for group, names in SHOWN_SETTINGS.items()
+        for values in [training["settings"].get(group) or {}]
+        for name in names
+        if name in values
+    ]
+    return [text, *([_markdown(("setting", "value"), rows)] if rows else [])]
+
+
+def _hub_datasets(config: Mapping[str, Any]) -> list[str]:
+    """Sources of the training data that are data sets of the Hub."""
+    sources = ((config.get("training") or {}).get("settings", {}).get("data") or {}).get("sources", [])
+    names = [source.partition("#")[0].partition(":")[0] for source in sources]
+    return [n for n in names if _HUB_ID.fullmatch(n) and not n.endswith((".jsonl", ".json", ".parquet"))]
+
+
+def _eval_results(results: Mapping[str, Any] | None) -> list[EvalResult]:
+    """Acceptance length and speed-up of every set, for the Hub's model index; the values of results.json unrounded."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=name,
+            dataset_name=name,
+            metric_type=metric,
+            metric_name=metric.replace("_", " "),
+            metric_value=figures[metric]["value"],
+        )
+        for name, figures in (results or {"sets": {}})["sets"].items()
+        for metric in ("acceptance_length", "speedup")
+        if figures[metric]["value"] is not None
+    ]
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+def _inline(value: Any) -> str:
+    """A setting on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_inline(item)}" for key, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _format(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _estimate(estimate: Mapping[str, Any]) -> str:
+    if estimate["ci95"] is None:
+        return _format(estimate["value"])
+    low, high = estimate["ci95"]
+    return f"{_format(estimate['value'])} [{low:.3f}, {high:.3f}]"
