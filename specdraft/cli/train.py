@@ -189,10 +189,13 @@ def provenance(cfg: ExperimentRun, manifest: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": cfg.name,
         "seed": cfg.seed,
-        "data": {"sources": sources} | {key: manifest[key] for key in counts},
-        "loss": asdict(cfg.loss),
-        "optim": asdict(cfg.optim),
-        "trainer": asdict(cfg.trainer),
+        "data": {key: manifest[key] for key in counts},
+        "settings": {
+            "data": asdict(cfg.data) | {"sources": sources, "cache_dir": None},
+            "loss": asdict(cfg.loss),
+            "optim": asdict(cfg.optim),
+            "trainer": asdict(cfg.trainer),
+        },
     }
 
 

@@ -88,7 +88,7 @@ def test_a_run_leaves_what_it_should(
     assert len(measured) == 2
     training = json.loads((run / "best/config.json").read_text())["training"]
     assert training["acceptance_length"] == max(measured) >= 1
-    assert training["data"]["sources"] == ["chats.jsonl"]
+    assert training["settings"]["data"]["sources"] == ["chats.jsonl"]
     assert str(tmp_path.parent) not in json.dumps(training)
     for text in (
         "6 rows",
