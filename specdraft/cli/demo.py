@@ -26,6 +26,7 @@ def demo(overrides: Sequence[str]) -> int:
     from specdraft.cli.run import read_results
     from specdraft.config.overrides import prepare_overrides
     from specdraft.config.store import compose_config, to_run
+    from specdraft.eval.prompts import set_name
 
     words = prepare_overrides("run", ["resume=auto", *overrides])
     # All settings are checked before the first minute of work.
@@ -34,7 +35,7 @@ def demo(overrides: Sequence[str]) -> int:
     for run in runs:
         results = read_results(run)
         everything.append(results if results is not None else _train_and_measure(run))
-    return _show(everything, runs[0].eval.prompts[0])
+    return _show(everything, set_name(runs[0].eval.prompts[0]))
 
 
 def _train_and_measure(run: Any) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from specdraft.cli.main import check_before_loading, run_command
 from specdraft.config.diagnose import explain
 from specdraft.config.paths import config_dir
 from specdraft.config.schema import RUNS
@@ -20,8 +20,8 @@ from specdraft.config.store import COMPOSE_ERRORS, VERSION_BASE, register_schema
 from specdraft.core.errors import SpecDraftError
 
 
-def run_hydra(command: str, overrides: Sequence[str], flags: argparse.Namespace) -> None:
-    """Hands a sub-command to Hydra's own entry; with --multirun every job runs in this process, one after the other.
+def run_hydra(command: str, overrides: Sequence[str], flags: argparse.Namespace, job: Callable[[Any], None]) -> None:
+    """Hands a sub-command to Hydra's own entry; with --multirun, ``job`` runs here for one combination after the other.
 
     Raises:
         SpecDraftError: a mistake in the settings, or in a job, of which the later ones do not run then.
@@ -29,19 +29,31 @@ def run_hydra(command: str, overrides: Sequence[str], flags: argparse.Namespace)
     register_schemas(command)
 
     def task(config: DictConfig) -> None:
-        run = to_run(command, config)
-        check_before_loading(run)
-        run_command(command, run)
+        try:
+            job(to_run(command, config))
+        except SpecDraftError as error:
+            raise _Stopped(error) from None
 
     entry = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=command)(task)
     GlobalHydra.instance().clear()
     with _as_hydra_reads(command, [*overrides, *_words(flags)]):
         try:
             entry()
-        except SpecDraftError:
-            raise
+        except _Stopped as stopped:
+            raise stopped.error from None
+        except SystemExit as leaving:
+            if leaving.code:  # --hydra-help leaves the process with 0
+                raise
         except COMPOSE_ERRORS as error:
             raise explain(error, RUNS[command], overrides) from error
+
+
+class _Stopped(BaseException):
+    """A mistake of the user in a job. Hydra would report an Exception in its own way first."""
+
+    def __init__(self, error: SpecDraftError) -> None:
+        super().__init__()
+        self.error = error
 
 
 def _words(flags: argparse.Namespace) -> list[str]:

@@ -114,7 +114,11 @@ def _dispatch(command: str, words: list[str]) -> int:
     if flags.hydra_help or flags.info or flags.cfg or flags.multirun:
         from specdraft.cli.hydra_flags import run_hydra
 
-        run_hydra(command, prepare_overrides(command, flags.overrides), flags)
+        def job(run: Any) -> None:
+            check_before_loading(run)
+            run_command(command, run)
+
+        run_hydra(command, prepare_overrides(command, flags.overrides), flags, job)
         return 0
     return _compose_and_run(command, prepare_overrides(command, flags.overrides), flags)
 

@@ -38,15 +38,35 @@ def eval_settings(cfg: PipelineRun) -> EvalRun:
 
 
 def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
-    """results.json of the best head, if it was measured after it was saved and on the sets of ``cfg``."""
+    """results.json of the best head, if it is about this head, these prompts and these settings; else None.
+
+    Raises:
+        DataError: a set of prompts cannot be read.
+    """
     import json
 
     from specdraft.data.sources import file_sha256
+    from specdraft.eval.prompts import load_sets, prompts_hash
     from specdraft.heads.storage import WEIGHTS_NAME
 
-    folder = cfg.folder / "best"
-    if not (folder / "results.json").is_file() or not (folder / WEIGHTS_NAME).is_file():
+    weights, path = cfg.folder / "best" / WEIGHTS_NAME, cfg.folder / "best" / "results.json"
+    if not path.is_file() or not weights.is_file():
         return None
-    results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    same_head = results["head"]["sha256"] == file_sha256(folder / WEIGHTS_NAME)
-    return results if same_head and list(results["sets"]) == cfg.eval.prompts else None
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
+    hashes = {name: prompts_hash(prompts) for name, prompts in sets.items()}
+    settings = {key: getattr(cfg.decode, key) for key in ("max_new_tokens", "ignore_eos")} | {
+        key: getattr(cfg.eval, key) for key in ("turns", "repeats", "bootstrap_samples", "seed")
+    }
+    settings |= {"dtype": cfg.target.dtype, "tree": cfg.decode.tree}
+    settings["num_draft_tokens"] = (
+        max(map(len, cfg.decode.tree))
+        if cfg.decode.tree is not None
+        else cfg.decode.num_draft_tokens or cfg.head.num_draft_tokens
+    )
+    same = (
+        results["head"]["sha256"] == file_sha256(weights)
+        and {name: figures["prompts_hash"] for name, figures in results["sets"].items()} == hashes
+        and all(results["decode"][key] == value for key, value in settings.items())
+    )
+    return results if same else None

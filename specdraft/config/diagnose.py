@@ -24,6 +24,8 @@ from specdraft.core.errors import ConfigError
 EXPECTED = (
     ("converted to Float", "must be a number"),
     ("converted to Integer", "must be a whole number"),
+    ("type hint 'float'", "must be a number"),
+    ("type hint 'int'", "must be a whole number"),
     ("valid bool", "must be true or false"),
     ("not Optional", "must have a value"),
     ("not a ListConfig", "must be a list"),
@@ -38,7 +40,7 @@ def explain(error: Exception, run_class: type, overrides: Sequence[str]) -> Conf
     """The error for the user in place of one that was raised while composing or converting."""
     place = re.match(r"(?:Error merging|In) '([^']+)'", str(error))
     where = f" (in {place[1]}.yaml)" if place and place[1] not in ("", getattr(run_class, "__name__", "")) else ""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if isinstance(error, MissingConfigException):
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
@@ -105,7 +107,7 @@ def _no_such_key(
     if named and len(named[1]) > len(key):
         key = named[1]
     value = value_of(key, overrides)
-    shown = f"{value if value is not None else 'it'}{where}"
+    shown = f"{value}{where}" if value is not None else f"it{where}".replace("(", "").replace(")", "")
     if cause.object_type is dict:
         add = f"+{key}={value}" if value and not value.startswith("{") else f"+{key}=..."
         parent = key.rpartition(".")[0]

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from specdraft.config.head_schemas import head_schemas
@@ -123,25 +122,15 @@ def _quoted(text: str) -> str:
     return f"'{text}{chr(92) * trailing}'"
 
 
-def split_search_path(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides without ``hydra.searchpath``, and the folders to search: ``config_dirs``, then those it lists.
+def check_hydra_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides; of Hydra's own settings only the search path means something outside --multirun.
 
     Raises:
-        ConfigError: a folder of ``config_dirs`` does not exist, or another setting of Hydra's own: it has no effect.
+        ConfigError: another setting of Hydra's own.
     """
-    for folder in config_dirs:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"--config-dir: no such folder, got {folder}; give a folder with YAML")
-    paths = [f"file://{Path(folder).absolute()}" for folder in config_dirs]
-    rest = []
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key == "hydra.searchpath":
-            paths += [part.strip(" '\"") for part in value.strip("[] ").split(",") if part.strip()]
-        elif key.partition(".")[0] == "hydra" or key.startswith("hydra/"):
-            raise ConfigError(
-                f"{key}: has no effect without --multirun, got {value}; use output_dir and name, or remove it"
-            )
-        else:
-            rest.append(override)
-    return rest, paths
+        if re.match(r"hydra[./@]|hydra$", key) and key != "hydra.searchpath":
+            advice = "use output_dir and name, or remove it"
+            raise ConfigError(f"{key}: has no effect without --multirun, got {value}; {advice}")
+    return list(overrides)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -20,10 +22,10 @@ from yaml import YAMLError
 
 from specdraft.config.diagnose import explain
 from specdraft.config.head_schemas import head_schemas
-from specdraft.config.overrides import escape_interpolation, no_such_option, split_search_path
+from specdraft.config.overrides import check_hydra_overrides, escape_interpolation, no_such_option
 from specdraft.config.paths import config_dir
 from specdraft.config.schema import RUNS, SHORTHANDS, ExperimentRun
-from specdraft.core.errors import ConfigError
+from specdraft.core.errors import ConfigError, SpecDraftError
 from specdraft.heads._config import HeadConfig
 
 VERSION_BASE = "1.3"
@@ -69,9 +71,7 @@ def compose_config(
         ConfigError: an override, key, value, group option or folder that does not exist or does not fit.
     """
     register_schemas(command)
-    overrides, paths = split_search_path(overrides, config_dirs)
-    if paths:
-        overrides.append("hydra.searchpath=[" + ",".join("'" + path.replace("'", "\\'") + "'" for path in paths) + "]")
+    overrides = check_hydra_overrides(overrides)
     # Another composition of this process (a notebook, a test) may have been left initialised.
     GlobalHydra.instance().clear()
     try:
@@ -80,12 +80,27 @@ def compose_config(
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("error", message="provider=.* is not available")
+            if config_dirs:
+                _search(config_dirs)
             return compose(config_name or command, overrides=overrides)
     except UserWarning as warning:
         folder = str(warning).partition("path=")[2].removesuffix(" is not available.")
         raise ConfigError(f"hydra.searchpath: no such folder, got {folder}; give [file://FOLDER]") from None
+    except SpecDraftError:
+        raise
     except COMPOSE_ERRORS as error:
         raise explain(error, RUNS[command], overrides) from error
+
+
+def _search(folders: Sequence[str]) -> None:
+    """Adds folders to the search path as Hydra's --config-dir does. A primary config can lie in one of them."""
+    path = GlobalHydra.instance().config_loader().get_search_path()
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir: no such folder, got {folder}; give a folder with YAML")
+        path.prepend("command-line", f"file://{Path(folder).absolute()}", SearchPathQuery(provider="schema"))
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2(task_name="specdraft", config_search_path=path)
 
 
 def to_run(command: str, config: DictConfig) -> Any:

@@ -48,7 +48,7 @@ class EagleHead(UnrolledHead):
     """f^_{t+1} = Layer(W [e(x_{t+1}); f_t]), p(x_{t+2}) = softmax(U f^_{t+1}), U the target's frozen lm_head.
 
     f is the target's last hidden state after its final norm; the layer has no input norm. Source: Li et al. 2024
-    (EAGLE), section 4.1 and figure 5; the loss is SmoothL1(f^, f) + 0.1 CE (``configs/loss/eagle``).
+    (EAGLE), section 4.1 and figure 5; the loss is SmoothL1(f^, f) + 0.1 CE (``configs/loss/feature.yaml``).
     """
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
