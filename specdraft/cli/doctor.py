@@ -58,7 +58,7 @@ def show_examples(cfg: DoctorRun, target: HFTarget, data: PreparedData, console:
             f"row {index}: {len(row.input_ids)} tokens, [{SUPERVISED_STYLE}]{supervised} supervised[/], "
             f"[{CONTEXT_STYLE}]{len(row.input_ids) - supervised} context[/]"
         )
-        console.print(render_preview(row, target.tokenizer))
+        console.print(render_preview(row, target.tokenizer), soft_wrap=True)
         console.print()
 
 

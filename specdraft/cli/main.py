@@ -104,8 +104,6 @@ def _no_such_command(word: str) -> ConfigError:
 def _dispatch(command: str, words: list[str]) -> int:
     """Reads flags and overrides; runs the command, or prints what was asked for instead."""
     flags = _parse_flags(words)
-    from specdraft.config.overrides import prepare_overrides
-
     if flags.multirun and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"--multirun: every process would sweep on its own, got WORLD_SIZE={os.environ['WORLD_SIZE']}; "
@@ -113,6 +111,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         )
     if flags.hydra_help or flags.info or flags.cfg or flags.multirun:
         from specdraft.cli.hydra_flags import run_hydra
+        from specdraft.config.overrides import prepare_overrides
 
         def job(run: Any) -> None:
             check_before_loading(run)
@@ -120,15 +119,18 @@ def _dispatch(command: str, words: list[str]) -> int:
 
         run_hydra(command, prepare_overrides(command, flags.overrides), flags, job)
         return 0
-    return _compose_and_run(command, prepare_overrides(command, flags.overrides), flags)
+    return _compose_and_run(command, flags)
 
 
-def _compose_and_run(command: str, overrides: list[str], flags: argparse.Namespace) -> int:
+def _compose_and_run(command: str, flags: argparse.Namespace) -> int:
     """The ordinary case. Settings are the same in every process, so only the first reports a mistake in them."""
-    from specdraft.config.store import compose_config, to_run
+    from specdraft.config.overrides import prepare_overrides
 
     folders = [flags.config_dir] if flags.config_dir is not None else []
     try:
+        overrides = prepare_overrides(command, flags.overrides)
+        from specdraft.config.store import compose_config, to_run  # Hydra takes a third of the time of an answer
+
         config = compose_config(command, overrides, config_dirs=folders, config_name=flags.config_name)
         if flags.help:
             from specdraft.cli.help import print_help

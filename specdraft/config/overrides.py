@@ -93,11 +93,24 @@ def _prepare(command: str, word: str) -> str:
         raise ConfigError(f"+{key}: exists already, got {word}; write {word[1:]}")
     if sign == "++" and is_group:
         raise ConfigError(f"++{key}: is a choice, got {word}; write {word[2:]}")
+    _check_key(command, key, value or "''")
     if is_group and equals and value in ("", "null"):
         if key == "experiment":
             return word
         raise no_such_option(key, value or "''", options_of(key))
     return word
+
+
+def _check_key(command: str, key: str, value: str) -> None:
+    """Refuses an unknown key at once where that needs no composing; which settings a head has depends on its kind."""
+    known = known_keys(RUNS[command])
+    parent = key.rpartition(".")[0]
+    is_inside_value = parent in known and not any(name.startswith(f"{parent}.") for name in known)
+    is_hydras = re.search(r"[/@\[]|^hydra\b", key) is not None
+    if key in known or key == "experiment" or parent == "head" or is_inside_value or is_hydras:
+        return
+    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
+    raise unknown_key(key, value, RUNS[command], siblings)
 
 
 def _spell_out(key: str, value: str) -> str:
