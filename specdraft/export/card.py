@@ -87,6 +87,8 @@ def model_card(
     head: DraftHead,
     config: Mapping[str, Any],
     results: Mapping[str, Any] | None,
+    *,
+    base_model: str | None,
     repo_id: str | None,
     license_name: str | None,
 ) -> ModelCard:
@@ -96,16 +98,16 @@ def model_card(
         head: the head itself.
         config: its config.json, portable.
         results: its results.json, portable, if it was evaluated.
+        base_model: Hub id of the target; None = a local model.
         repo_id: where it goes; None = its folder's name is left to the reader.
         license_name: as the Hub writes it, or None.
     """
     target = config["target"]
-    base = hub_id(target["name"])
     kind = head.config.kind
     figures = _eval_results(results)
-    title = f"{kind} draft head for {base or target['name']}"
+    title = f"{kind} draft head for {base_model or target['name']}"
     data = ModelCardData(
-        base_model=base,
+        base_model=base_model,
         datasets=_hub_datasets(config) or None,
         library_name="specdraft",
         license=license_name,
@@ -117,13 +119,13 @@ def model_card(
     repo = repo_id or "FOLDER_OR_HUB_ID"
     sections = [
         f"# {title}",
-        INTRODUCTION.format(target=_link(base) or target["name"]),
+        INTRODUCTION.format(target=_link(base_model) or target["name"]),
         _facts(head, config),
         "## Results",
         *(_results(results) if results else ["Not evaluated: run `specdraft eval` and export again."]),
         "## How to use",
         USE.format(repo=repo, target=target["name"])
-        + ("" if base else "\nThe target was a local model: give the name of your copy as `target.name`.\n"),
+        + ("" if base_model else "\nThe target was a local model: give the name of your copy as `target.name`.\n"),
         "## Training",
         *_training(config),
         "## Licence",

@@ -23,7 +23,7 @@ from specdraft.core.tree import DraftTree
 from specdraft.core.types import DraftContext, Features, Unembedding
 from specdraft.data.sources import file_sha256
 from specdraft.export._config import ExportConfig
-from specdraft.export.card import model_card, portable
+from specdraft.export.card import hub_id, model_card, portable
 from specdraft.heads.base import DraftHead
 from specdraft.heads.storage import CONFIG_NAME, WEIGHTS_NAME, load_head, read_head_config, resolve_head
 
@@ -134,9 +134,19 @@ def _cannot_write(output: Path, error: OSError) -> ExportError:
 def build(folder: Path, scratch: Path, config: ExportConfig) -> str:
     """Fills ``scratch`` from the head in ``folder``, reads it back, and returns the card."""
     head = load_head(folder)
-    head_config = {**portable(read_head_config(folder)), MARK: {"format": config.format}}
+    recorded = read_head_config(folder)
+    head_config = {**portable(recorded), MARK: {"format": config.format}}
     results = _read_results(folder)
-    card = str(model_card(head, head_config, results, config.push_to, config.license))
+    card = str(
+        model_card(
+            head,
+            head_config,
+            results,
+            base_model=hub_id(recorded["target"]["name"]),
+            repo_id=config.push_to,
+            license_name=config.license,
+        )
+    )
     try:
         shutil.copyfile(folder / WEIGHTS_NAME, scratch / WEIGHTS_NAME)
         (scratch / CONFIG_NAME).write_text(json.dumps(head_config, indent=2) + "\n")

@@ -63,7 +63,13 @@ def card_of(folder: Path, target_name: str = "meta-llama/Llama-3.2-1B-Instruct",
     config = portable(read_head_config(folder))
     config["target"]["name"] = target_name
     results = json.loads((folder / "results.json").read_text())
-    arguments: dict[str, Any] = {"results": results, "repo_id": "me/my-head", "license_name": "apache-2.0", **changes}
+    arguments: dict[str, Any] = {
+        "results": results,
+        "base_model": hub_id(target_name),
+        "repo_id": "me/my-head",
+        "license_name": "apache-2.0",
+        **changes,
+    }
     return model_card(load_head(folder), config, **arguments)
 
 
@@ -156,7 +162,9 @@ def test_the_python_example_runs(
     target = load_target(TargetConfig(name="tiny-target"))
     save_head(make_head("medusa", target.spec), "me/my-head")
     config = read_head_config(Path("me/my-head"))
-    text = str(model_card(load_head("me/my-head"), config, None, "me/my-head", None))
+    text = str(
+        model_card(load_head("me/my-head"), config, None, base_model=None, repo_id="me/my-head", license_name=None)
+    )
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(code, {})
     prompt = ChatRenderer(tokenizer).prompt_ids([{"role": "user", "content": "Tell me a story."}])
@@ -177,6 +185,7 @@ def test_card_without_results_licence_or_hub_target(folder: Path) -> None:
 def test_a_head_of_the_embedded_target_names_its_hub_id() -> None:
     assert hub_id("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert hub_id("my-local-model") is None
+    assert hub_id("/" + "models/smollm2") is None
 
 
 def test_a_local_folder_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
