@@ -75,5 +75,6 @@ def test_wheel_runs_in_an_empty_folder(dist: Path, tmp_path: Path) -> None:
     assert Path(where).is_relative_to(site)
     assert version == specdraft.__version__
     command = "from specdraft.cli.main import main; raise SystemExit(main())"
+    assert f"file://{site / 'specdraft' / 'configs'}" in run("-c", command, "train", "--info", "searchpath")
     assert "medusa" in run("-c", command, "train", "--cfg", "job", "name=x", "head=medusa")
     assert list(empty.iterdir()) == []
