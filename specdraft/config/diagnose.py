@@ -126,7 +126,7 @@ def _wrong_type(cause: OmegaConfBaseException, overrides: Sequence[str], where: 
     what = next((words for part, words in reversed(EXPECTED) if part in message), None)
     value = value_of(key, overrides)
     if value is None:
-        found = re.search(r"[Vv]alue '([^']*)'", message)
+        found = re.search(r"(?i:value) '([^']*)'", message)
         value = found[1] if found else _first_line(cause)
     what = what or f"does not fit ({message.partition(chr(10))[0]})"
     default = _default_of(cause.object_type, key.rpartition(".")[2])
