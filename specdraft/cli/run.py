@@ -58,7 +58,7 @@ def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
     settings = {key: getattr(cfg.decode, key) for key in ("max_new_tokens", "ignore_eos")} | {
         key: getattr(cfg.eval, key) for key in ("turns", "repeats", "bootstrap_samples", "seed")
     }
-    settings |= {"dtype": cfg.target.dtype, "tree": cfg.decode.tree}
+    settings |= {"dtype": cfg.eval.dtype or cfg.target.dtype, "tree": cfg.decode.tree}
     settings["num_draft_tokens"] = (
         max(map(len, cfg.decode.tree))
         if cfg.decode.tree is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specdraft.core.errors import ConfigError
+from specdraft.targets._config import DTYPES
 
 TURNS = ("first", "all")
 
@@ -27,6 +28,9 @@ class EvalConfig:
     """first = only the first user turn of a conversation; all = every turn, after the target's own earlier answers."""
     seed: int = 0
     """Of the resampling and of the choice by ``limit``."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16: what the target is measured in; null = target.dtype. A head can be trained on a
+    target in bfloat16 and measured in float32, where unchanged output is exact."""
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
@@ -43,5 +47,7 @@ class EvalConfig:
             raise ConfigError(
                 f"eval.bootstrap_samples: too few for an interval, got {self.bootstrap_samples}; use at least 100"
             )
+        if self.dtype not in (None, *DTYPES):
+            raise ConfigError(f"eval.dtype: unknown dtype, got {self.dtype!r}; use null or one of {', '.join(DTYPES)}")
         if self.turns not in TURNS:
             raise ConfigError(f"eval.turns: unknown, got {self.turns!r}; use {' or '.join(TURNS)}")

@@ -66,22 +66,22 @@ class FastLayer:
         self.head_dim: int = attention.head_dim
         self.scale: float = attention.scaling
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn.forward
-        self.before_attention = _norm(layer.get_submodule("input_layernorm"))
-        self.before_mlp = _norm(layer.get_submodule("post_attention_layernorm"))
+        self.before_attention = _Norm(layer.get_submodule("input_layernorm"))
+        self.before_mlp = _Norm(layer.get_submodule("post_attention_layernorm"))
         self.sources = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
         self.qkv, self.gate_up = (_fused(linears) for linears in self.sources)
         self.output, self.down = _plain(attention.o_proj), _plain(mlp.down_proj)
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        # Qwen 3 norms every head's queries and keys.
-        self.head_norm: Tensor | None = None
+        # Qwen 3 norms the queries and keys of every head.
+        self.head_norm: _Norm | None = None
         if "q_norm" in dict(attention.named_children()):
-            norms = [_norm(attention.q_norm), _norm(attention.k_norm)]
-            if norms[0][1] != norms[1][1] or norms[0][0].shape != (self.head_dim,):
+            self.head_norm = _Norm(attention.q_norm)
+            others = _Norm(attention.k_norm)
+            if others.eps != self.head_norm.eps or self.head_norm.weight.shape != (self.head_dim,):
                 raise TypeError("queries and keys are normed in another way")
-            counts = (self.num_heads, self.num_kv_heads)
-            self.head_norm = torch.cat([n[0].expand(c, -1) for n, c in zip(norms, counts, strict=True)])
-            self.head_eps = norms[0][1]
+            expanded = [self.head_norm.weight.expand(self.num_heads, -1), others.weight.expand(self.num_kv_heads, -1)]
+            self.head_norm.weight = torch.cat(expanded)
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -106,11 +106,9 @@ class FastLayer:
             return self.original(
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
             )
-        weight, eps = self.before_attention
-        x = F.rms_norm(hidden_states, weight.shape, weight, eps)
+        x = self.before_attention(hidden_states)
         hidden = hidden_states + self._attend(x, attention_mask, position_embeddings, cache)
-        weight, eps = self.before_mlp
-        gate, up = self.gate_up.forward(F.rms_norm(hidden, weight.shape, weight, eps)).chunk(2, dim=-1)
+        gate, up = self.gate_up.forward(self.before_mlp(hidden)).chunk(2, dim=-1)
         return hidden + self.down.forward(self.activation(gate) * up)
 
     def _attend(self, x: Tensor, mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> Tensor:
@@ -118,30 +116,48 @@ class FastLayer:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         groups = heads // kv_heads
         projected = self.qkv.forward(x).view(batch, rows, heads + 2 * kv_heads, width)
-        both, values = projected[:, :, : heads + kv_heads], projected[:, :, heads + kv_heads :]
+        both, values = projected.split([heads + kv_heads, kv_heads], dim=2)
         if self.head_norm is not None:
-            both = F.rms_norm(both, (width,), None, self.head_eps) * self.head_norm
+            both = self.head_norm(both)
         cos, sin = self.shared.rotation(*position_embeddings)
         both = torch.addcmul(both * cos, both.roll(width // 2, dims=-1), sin)
-        keys, values = cache.update(both[:, :, heads:].transpose(1, 2), values.transpose(1, 2), self.index)
-        queries = both[:, :, :heads]
-        if mask is None and rows > 1:
+        queries, keys = both.split([heads, kv_heads], dim=2)
+        keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.index)
+        bias = None if mask is None else self.shared.bias(mask, groups, x.dtype)
+        # Queries that share a key-value head become rows of it, so that keys and values are read once.
+        if rows == 1:
+            grouped = queries.reshape(batch, kv_heads, groups, width)
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=self.scale)
+        elif mask is None:
             # A prompt into an empty cache.
             attended = F.scaled_dot_product_attention(
                 queries.transpose(1, 2), keys, values, is_causal=True, scale=self.scale, enable_gqa=groups > 1
-            )
-            return self.output.forward(attended.transpose(1, 2).reshape(batch, rows, heads * width))
-        # Queries that share a key-value head become rows of it, so that keys and values are read once.
-        grouped = queries.reshape(batch, rows, kv_heads, groups, width).permute(0, 2, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(
-            grouped.reshape(batch, kv_heads, groups * rows, width),
-            keys,
-            values,
-            attn_mask=None if mask is None else self.shared.bias(mask, groups, x.dtype),
-            scale=self.scale,
-        )
-        ungrouped = attended.view(batch, kv_heads, groups, rows, width).permute(0, 3, 1, 2, 4)
-        return self.output.forward(ungrouped.reshape(batch, rows, heads * width))
+            ).transpose(1, 2)
+        else:
+            grouped = queries.reshape(batch, rows, kv_heads, groups, width).permute(0, 2, 3, 1, 4)
+            grouped = grouped.reshape(batch, kv_heads, groups * rows, width)
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=self.scale)
+            attended = attended.view(batch, kv_heads, groups, rows, width).permute(0, 3, 1, 2, 4)
+        return self.output.forward(attended.reshape(batch, rows, heads * width))
+
+
+class _Norm:
+    """A root-mean-square norm in as few kernels as torch offers for it on a CPU; sums and roots are in fp32.
+
+    Raises:
+        AttributeError: the module is another kind of norm.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        module: Any = norm
+        self.weight = norm.get_parameter("weight").detach()
+        self.eps = float(module.variance_epsilon)
+        self._epsilon = torch.tensor(self.eps, device=self.weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scaled = x * torch.addcmul(self._epsilon, size, size, value=1.0 / x.shape[-1]).rsqrt_()
+        return scaled.to(x.dtype) * self.weight
 
 
 class FastLayers:
@@ -199,12 +215,6 @@ def replace_layers(layout: Layout) -> FastLayers:
         layer.__dict__["forward"] = fast
         replaced.append((layer, fast))
     return FastLayers(replaced)
-
-
-def _norm(norm: nn.Module) -> tuple[Tensor, float]:
-    """Weight and epsilon of a root-mean-square norm."""
-    module: Any = norm
-    return norm.get_parameter("weight").detach(), float(module.variance_epsilon)
 
 
 def _plain(module: nn.Module) -> nn.Linear:
