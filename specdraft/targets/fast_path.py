@@ -8,13 +8,15 @@ queries and keys, and attention on the key-value heads without copies of them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import DynamicCache
 
+from specdraft.core.tree import DraftTree
 from specdraft.targets.layout import Layout
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -160,11 +162,49 @@ class _Norm:
         return scaled.to(x.dtype) * self.weight
 
 
-class FastLayers:
-    """Handle of the replaced layers of one model."""
+class FastDecoder:
+    """The loop over the layers when all of them are replaced: embedding, rotary angles, layers, final norm.
 
-    def __init__(self, replaced: list[tuple[nn.Module, FastLayer]]) -> None:
+    It spares what the model's own loop does around them at every step. Hooks on the layers see nothing of it.
+
+    Raises:
+        AttributeError: the decoder has no rotary embedding or another kind of norm.
+    """
+
+    def __init__(self, layout: Layout, layers: list[FastLayer]) -> None:
+        self.layout = layout
+        self.layers = list(zip(layers, layout.layer_types, strict=True))
+        self.rotary = layout.decoder.get_submodule("rotary_emb")
+        self.norm = _Norm(layout.final_norm)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        masks: dict[str, Tensor | None],
+        cache: Any,
+        keep: Collection[int],
+    ) -> dict[int, Tensor]:
+        """Hidden states ``[B, n, H]`` by index: those of ``keep`` and the last one. ``masks`` is by kind of layer."""
+        hidden = self.layout.embedding(input_ids)
+        if self.layout.embedding_scale != 1.0:
+            hidden = hidden * self.layout.embedding_scale
+        angles = self.rotary(hidden, position_ids)
+        kept: dict[int, Tensor] = {}
+        for index, (layer, kind) in enumerate(self.layers):
+            if index in keep:
+                kept[index] = hidden
+            hidden = layer(hidden, masks[kind], angles, cache=cache)
+        kept[len(self.layers)] = self.norm(hidden)
+        return kept
+
+
+class FastLayers:
+    """Handle of the replaced layers of one model. ``decoder`` runs them all; None when some are as they were."""
+
+    def __init__(self, replaced: list[tuple[nn.Module, FastLayer]], decoder: FastDecoder | None = None) -> None:
         self._replaced = replaced
+        self.decoder = decoder
 
     def __len__(self) -> int:
         return len(self._replaced)
@@ -186,14 +226,14 @@ class FastLayers:
         for linear in self.fused_away:
             for parameter in linear.parameters():
                 parameter.data = parameter.data.clone()
-        self._replaced = []
+        self._replaced, self.decoder = [], None
 
 
 def replace_layers(layout: Layout) -> FastLayers:
     """Replaces the ``forward`` of every frozen layer that ``FastLayer`` matches on random input.
 
-    The weights of fused linears become views of the fused one, so that memory stays the same. Hooks on the layers go on
-    working, hooks on the modules inside see nothing of a cached forward.
+    The weights of fused linears become views of the fused one, so that memory stays the same. Hooks on the modules
+    inside a replaced layer see nothing of a cached forward.
     """
     replaced: list[tuple[nn.Module, FastLayer]] = []
     if layout.decoder.config._attn_implementation != "sdpa":  # type: ignore[union-attr]
@@ -214,7 +254,30 @@ def replace_layers(layout: Layout) -> FastLayers:
         # An attribute of the instance goes before the method of its class.
         layer.__dict__["forward"] = fast
         replaced.append((layer, fast))
-    return FastLayers(replaced)
+    return FastLayers(replaced, _decoder(layout, [fast for _, fast in replaced]))
+
+
+@torch.no_grad()
+def _decoder(layout: Layout, layers: list[FastLayer]) -> FastDecoder | None:
+    """The loop over ``layers`` if it gives what the model's own loop over them gives for a small tree."""
+    if len(layers) != len(layout.layers):
+        return None
+    weight = layout.embedding.get_parameter("weight")
+    ids = (torch.arange(5, device=weight.device)[None] * 7919) % weight.shape[0]
+    positions = torch.tensor([[3, 4, 4, 5, 6]], device=weight.device)
+    tree = DraftTree((-1, -1, 0, 2), (0, 1, 0, 0)).ancestor_mask(weight.device)[None, None]
+    masks: dict[str, Tensor | None] = dict.fromkeys(layout.layer_types, tree)
+    inputs: dict[str, Any] = {cache_parameter(layout.decoder.forward): DynamicCache(), "use_cache": True}
+    try:
+        decoder = FastDecoder(layout, layers)
+        mask = tree if len(masks) == 1 else masks
+        output = layout.decoder(input_ids=ids, attention_mask=mask, position_ids=positions, **inputs)
+        found = decoder(ids, positions, masks, DynamicCache(), ())[len(layers)]
+        wanted: Tensor = output.last_hidden_state
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    close = (found - wanted).float().norm() <= TOLERANCE[wanted.dtype] * wanted.float().norm()
+    return decoder if close else None
 
 
 def _plain(module: nn.Module) -> nn.Linear:
@@ -241,6 +304,11 @@ def _share(linears: list[nn.Linear], fused: nn.Linear) -> None:
             linear.get_parameter(name).data = view
 
 
+def cache_parameter(forward: Callable[..., Any]) -> str:
+    """What a forward calls its key-value cache: ``cache`` since transformers 5.24, ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
 class _Prefix:
     """A cache that starts with given keys and values."""
 
@@ -264,7 +332,7 @@ def _is_equal(fast: FastLayer) -> bool:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    name = "cache" if "cache" in inspect.signature(fast.original).parameters else "past_key_values"
+    name = cache_parameter(fast.original)
     for rows, prefix, masked in ((5, PREFIX, True), (1, PREFIX, False), (4, 0, False)):
         hidden = random(1, rows, weight.shape[1])
         angles = torch.rand(1, rows, fast.head_dim // 2, generator=generator).to(device) * 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from specdraft.core.errors import ConfigError
 from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatch, Unembedding
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.check import check_target
-from specdraft.targets.fast_path import FastLayers, replace_layers
+from specdraft.targets.fast_path import FastLayers, cache_parameter, replace_layers
 from specdraft.targets.layout import Layout, find_layout, text_config
 from specdraft.targets.loading import load_config, load_model, load_tokenizer, resolve_device, resolve_source
 from specdraft.targets.packing import PackedLinears, pack_linears
@@ -54,7 +53,7 @@ class HFTarget:
         self.dtype: torch.dtype = weight.dtype
         bias = layout.lm_head.bias if isinstance(layout.lm_head, nn.Linear) else None
         self.unembedding = Unembedding(weight, bias, layout.logit_scale, layout.softcap)
-        self._cache_key = _cache_parameter(layout.decoder)
+        self._cache_key = cache_parameter(layout.decoder.forward)
         self._hybrid = len(set(layout.layer_types)) > 1
         self._sliding = set(layout.layer_types) == {"sliding_attention"}
         self._float_masks = text_config(model.config)._attn_implementation == "eager"
@@ -137,6 +136,15 @@ class HFTarget:
             cache: receives the keys and values of all n tokens.
             request: hidden states wanted besides the last.
         """
+        decoder = self.fast_layers.decoder if self.fast_layers else None
+        # Without masks the model makes its own where they are needed: for prompts and for windows.
+        whole = self.sliding_window is None and (input_ids.shape[1] == 1 or attention_mask is not None)
+        if decoder and (whole or sliding_mask is not None):
+            self._check_layers(request)
+            masks = {"full_attention": attention_mask, "sliding_attention": sliding_mask}
+            kept = decoder(input_ids, position_ids, masks, cache, request.aux_layers)
+            states = [kept[index] for index in request.aux_layers]
+            return Features(kept[len(self.layer_types)], torch.cat(states, dim=-1) if states else None)
         mask: Any = self._kernel_mask(sliding_mask if self._sliding else attention_mask)
         if self._hybrid and attention_mask is not None:
             mask = {"full_attention": mask, "sliding_attention": self._kernel_mask(sliding_mask)}
@@ -167,18 +175,23 @@ class HFTarget:
         sliding = self._kernel_mask(full & (distance < self.sliding_window))
         return {"full_attention": self._kernel_mask(full), "sliding_attention": sliding} if self._hybrid else sliding
 
+    def _check_layers(self, request: FeatureRequest) -> None:
+        last = len(self.layer_types)
+        for index in request.aux_layers:
+            if not 0 <= index <= last:
+                raise ConfigError(
+                    f"head.aux_layers: the target has hidden states 0 to {last}, got {index}; choose others"
+                )
+
     @contextmanager
     def _taps(self, request: FeatureRequest) -> Iterator[Callable[[Tensor], Features]]:
         """Hooks that keep the hidden states of ``request`` for the forward inside the block, and nothing else."""
         kept: dict[int, Tensor] = {}
         num_layers = len(self.layout.layers)
         handles = []
+        self._check_layers(request)
         try:
             for index in set(request.aux_layers):
-                if not 0 <= index <= num_layers:
-                    raise ConfigError(
-                        f"head.aux_layers: the target has hidden states 0 to {num_layers}, got {index}; choose others"
-                    )
                 if index < num_layers:
                     # The input of block k (from 0) is hidden state k, before any norm.
                     hook = _keep_input(kept, index)
@@ -220,12 +233,6 @@ def _keep_input(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
         kept[index] = args[0] if args else kwargs["hidden_states"]
 
     return hook
-
-
-def _cache_parameter(decoder: nn.Module) -> str:
-    """What this decoder calls its key-value cache: ``cache`` since transformers 5.24, ``past_key_values`` before."""
-    names = inspect.signature(decoder.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree
+from specdraft.core.types import FeatureRequest
+from specdraft.decode.cache import KVCache
 from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.decode.plan import TreePlan
 from specdraft.targets.fast_path import replace_layers
 from specdraft.targets.hf import HFTarget
 from tests.decode.oracle import Oracle, greedy, prompt_ids
@@ -65,6 +70,32 @@ def test_prompt_longer_than_the_window() -> None:
         assert decoder.generate(prompt, 20, ignore_eos=True).tokens == answer[:20]
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
+def test_features_of_the_fast_loop_are_the_models(kind: str) -> None:
+    request = FeatureRequest((4, 0, 2))
+    found = []
+    for packed in (False, True):
+        subject = target(kind)
+        if packed:
+            subject.pack()
+            assert subject.fast_layers is not None
+            assert subject.fast_layers.decoder is not None
+        plan = TreePlan(TREE, 16, subject.sliding_window, kind != "mistral", subject.device)
+        cache = KVCache(4, 32)
+        prompt = torch.tensor([prompt_ids(11)])
+        with torch.inference_mode():
+            subject.forward_cached(prompt, torch.arange(11)[None], None, None, cache, request)
+            cache.commit(range(11))
+            nodes = torch.tensor([prompt_ids(plan.size, seed=1)])
+            features = subject.forward_cached(nodes, plan.positions(11), *plan.masks(11), cache, request)
+            with pytest.raises(ConfigError, match=r"head.aux_layers: the target has hidden states 0 to 4, got 5"):
+                subject.forward_cached(nodes, plan.positions(11), *plan.masks(11), cache, FeatureRequest((5,)))
+        found.append(features)
+    torch.testing.assert_close(found[1].last_hidden, found[0].last_hidden, rtol=1e-4, atol=1e-4)
+    assert found[0].aux_hidden is not None
+    torch.testing.assert_close(found[1].aux_hidden, found[0].aux_hidden, rtol=1e-4, atol=1e-4)
+
+
 def test_replaced_layers_can_be_put_back() -> None:
     subject = target("qwen3")
     before = {name: value.clone() for name, value in subject.model.state_dict().items()}
@@ -78,6 +109,7 @@ def test_replaced_layers_can_be_put_back() -> None:
     assert all((after[name] == value).all() for name, value in before.items())
     layers.remove()
     assert len(layers) == 0
+    assert layers.decoder is None
     assert not any("forward" in vars(layer) for layer in subject.layout.layers)
     assert linear.weight.untyped_storage().nbytes() == linear.weight.numel() * 4
 
@@ -89,4 +121,5 @@ def test_a_layer_that_computes_something_else_is_not_replaced() -> None:
     subject.layout.layers[1].mlp.up_proj.weight.requires_grad_(True)
     layers = replace_layers(subject.layout)
     assert len(layers) == 3
+    assert layers.decoder is None
     assert "forward" not in vars(subject.layout.layers[1])
