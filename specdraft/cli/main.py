@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     line on stderr) or 130 (interrupted).
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not sys.stderr.isatty():
-        # transformers and huggingface_hub read it when they are imported: no bars in files and pipes.
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     return guarded(lambda: _main(words))
 
 
 def guarded(action: Callable[[], int]) -> int:
     """The exit code of ``action``, with the user's mistakes told in one line; a fault of ours keeps its traceback."""
+    if not sys.stderr.isatty():
+        # transformers and huggingface_hub read it when they are imported: no bars in files and pipes.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         return action()
     except SpecDraftError as error:
