@@ -135,7 +135,9 @@ def main() -> None:
             print(side, results[-1], flush=True)
     medians = {side: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for side, rs in found.items()}
     ratio = medians["ours"]["tokens_per_s"] / medians["naive"]["tokens_per_s"]
-    print(json.dumps({"median": medians, "ratio": round(ratio, 2), "threads": args.threads, "torch": torch.__version__}))
+    print(
+        json.dumps({"median": medians, "ratio": round(ratio, 2), "threads": args.threads, "torch": torch.__version__})
+    )
 
 
 if __name__ == "__main__":

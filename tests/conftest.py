@@ -92,9 +92,7 @@ def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
         def call(self: socket.socket, *args: Any) -> Any:
             if not stays_here(self.family, args[address_at]):
-                raise NetworkBlockedError(
-                    f"socket.{name} to {args[address_at]}; mark the test `network` if it must"
-                )
+                raise NetworkBlockedError(f"socket.{name} to {args[address_at]}; mark the test `network` if it must")
             return original(self, *args)
 
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from specdraft.config.schema import EvalRun, HeadSource, PipelineRun
@@ -17,8 +18,11 @@ def run(cfg: PipelineRun) -> None:
     """
     from specdraft.cli import evaluate
 
-    if train_best(cfg):
+    measure = train_best(cfg)
+    gc.collect()  # models are held by cycles of hooks: the target of training goes before that of the measurement comes
+    if measure:
         evaluate.run(eval_settings(cfg))
+    gc.collect()
 
 
 def train_best(cfg: PipelineRun) -> bool:

@@ -27,7 +27,9 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ranks):
-            raise ConfigError(f"decode.tree: parents and ranks differ in length, got {len(self.parents)} and {len(self.ranks)}")
+            raise ConfigError(
+                f"decode.tree: parents and ranks differ in length, got {len(self.parents)} and {len(self.ranks)}"
+            )
         depths = self.depths
         for i, parent in enumerate(self.parents):
             if not -1 <= parent < i:
@@ -119,7 +121,7 @@ class DraftTree:
         """``[N+1, max_depth+1]`` int64: rows (root first) from the root to each node, padded with the node's own row."""
         rows = [[0] * (self.max_depth + 1)]
         for i, depth in enumerate(self.depths):
-            row = rows[self.parents[i] + 1][:depth] + [i + 1]
+            row = [*rows[self.parents[i] + 1][:depth], i + 1]
             rows.append(row + [i + 1] * (self.max_depth + 1 - len(row)))
         return torch.tensor(rows, dtype=torch.int64, device=device)
 

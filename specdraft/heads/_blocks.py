@@ -31,6 +31,7 @@ class RotaryTable(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    inv_freq: Tensor
 
     def __init__(self, spec: TargetSpec) -> None:
         super().__init__()
@@ -117,4 +118,5 @@ class DraftLayer(nn.Module):
         """Attention output ``[M, heads * head_dim]`` and residual ``[M, H]`` -> the layer's output ``[M, H]``."""
         hidden = residual + self.o_proj(attended)
         gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden)).chunk(2, -1)
-        return hidden + self.down_proj(nn.functional.silu(gate) * up)
+        output: Tensor = hidden + self.down_proj(nn.functional.silu(gate) * up)
+        return output

@@ -61,13 +61,13 @@ class UnrolledHead(DraftHead):
         query = self.layer.queries(x[anchors], anchor_positions)
         residual = residual[anchors]
         attention = AnchorAttention(keys, values, layout)
-        steps = []
-        for s in range(self.unroll_steps):
-            if s:
-                tokens = ids[(anchors + 1 + s).clamp(max=last)]
-                x, residual = self.mix(output, self._embed(embed, tokens))
-                query, key, value = self.layer.project(x, anchor_positions + s)
-                attention.append(key, value)
+        output = self.layer.finish(attention(query), residual)
+        steps = [DraftStep(self.readout(output), 2, self.unembedding(unembed))]
+        for s in range(1, self.unroll_steps):
+            tokens = ids[(anchors + 1 + s).clamp(max=last)]
+            x, residual = self.mix(output, self._embed(embed, tokens))
+            query, key, value = self.layer.project(x, anchor_positions + s)
+            attention.append(key, value)
             output = self.layer.finish(attention(query), residual)
             steps.append(DraftStep(self.readout(output), s + 2, self.unembedding(unembed)))
         return steps
@@ -114,10 +114,8 @@ class UnrolledHead(DraftHead):
     def _choose(self, state: UnrollState, output: Tensor, level: TreeLevel) -> Tensor:
         """Target ids ``[n]`` of a level's nodes: the tokens of their ranks after their parents' outputs."""
         logits = state.unembed(self.readout(output))
-        if level.max_rank == 0:
-            ranked = logits.argmax(-1, keepdim=True)
-        else:
-            ranked = logits.topk(level.max_rank + 1, dim=-1).indices
+        # argmax is the faster kernel, and a chain needs no more.
+        ranked = logits.topk(level.max_rank + 1, dim=-1).indices if level.max_rank else logits.argmax(-1, keepdim=True)
         return self.to_target_ids(ranked[level.rows, level.ranks])
 
 

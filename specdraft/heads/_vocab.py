@@ -40,9 +40,13 @@ class DraftVocab(nn.Module):
         ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64)
         size = self.d2t.numel()
         if ids.numel() != size:
-            raise ConfigError(f"head.draft_vocab_size: {size} distinct tokens are needed, got {ids.numel()}; choose as many")
+            raise ConfigError(
+                f"head.draft_vocab_size: {size} distinct tokens are needed, got {ids.numel()}; choose as many"
+            )
         if ids[0] < 0 or ids[-1] >= self.t2d.numel():
-            raise ConfigError(f"head.draft_vocab_size: a token is outside the target's {self.t2d.numel()}, got {ids[-1]}")
+            raise ConfigError(
+                f"head.draft_vocab_size: a token is outside the target's {self.t2d.numel()}, got {ids[-1]}"
+            )
         self.d2t.copy_(ids - torch.arange(size))
         self.t2d.zero_()
         self.t2d[ids.to(self.t2d.device)] = True

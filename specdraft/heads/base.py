@@ -138,5 +138,5 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the head's weights."""
+        """Dtype of the head's weights."""
         return next(self.parameters()).dtype

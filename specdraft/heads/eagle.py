@@ -37,7 +37,9 @@ class EagleConfig(HeadConfig):
         if self.input_noise < 0:
             raise ConfigError(f"head.input_noise: must not be negative, got {self.input_noise}; use 0 for none")
         if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ConfigError(f"head.intermediate_size: must be positive or null, got {self.intermediate_size}; use null")
+            raise ConfigError(
+                f"head.intermediate_size: must be positive or null, got {self.intermediate_size}; use null"
+            )
 
     def build(self, spec: TargetSpec) -> EagleHead:
         """A head with random layer weights."""

@@ -32,9 +32,13 @@ class Eagle3Config(HeadConfig):
         HeadConfig.__post_init__(self)
         layers = self.aux_layers
         if layers is not None and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
-            raise ConfigError(f"head.aux_layers: must be distinct indices from 0, got {layers}; use e.g. [3, 16, 28] or null")
+            raise ConfigError(
+                f"head.aux_layers: must be distinct indices from 0, got {layers}; use e.g. [3, 16, 28] or null"
+            )
         if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ConfigError(f"head.intermediate_size: must be positive or null, got {self.intermediate_size}; use null")
+            raise ConfigError(
+                f"head.intermediate_size: must be positive or null, got {self.intermediate_size}; use null"
+            )
 
     def build(self, spec: TargetSpec) -> Eagle3Head:
         """A head with random layer weights.
@@ -88,7 +92,8 @@ class Eagle3Head(UnrolledHead):
         """The fused features."""
         if features.aux_hidden is None:
             raise ValueError("an EAGLE-3 head was given features without auxiliary layers")
-        return self.fc(features.aux_hidden.flatten(0, 1).to(self.dtype))
+        fused: Tensor = self.fc(features.aux_hidden.flatten(0, 1).to(self.dtype))
+        return fused
 
     def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Both normed, side by side; the residual is the hidden state (normed if asked for)."""
@@ -98,7 +103,8 @@ class Eagle3Head(UnrolledHead):
 
     def readout(self, output: Tensor) -> Tensor:
         """The normed output; the output before the norm is what the next step sees."""
-        return self.norm(output)
+        normed: Tensor = self.norm(output)
+        return normed
 
     def unembedding(self, unembed: Unembedding) -> Unembedding:
         """The head's own lm_head, finished (scaled, soft-capped) as the target's logits are."""

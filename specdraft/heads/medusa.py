@@ -73,13 +73,13 @@ class MedusaHead(DraftHead):
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """Unshared lm_heads start as the target's rows."""
         for lm_head in self.lm_heads:
-            lm_head.weight.data.copy_(self.draft_unembedding(unembed).weight)
+            lm_head.get_parameter("weight").data.copy_(self.draft_unembedding(unembed).weight)
 
     def _unembed(self, depth: int, shared: Unembedding) -> Unembedding:
         """The unembedding of head ``depth``; ``shared`` is the target's over the draft vocabulary."""
         if not len(self.lm_heads):
             return shared
-        return Unembedding(self.lm_heads[depth].weight, shared.bias, shared.scale, shared.softcap)
+        return Unembedding(self.lm_heads[depth].get_parameter("weight"), shared.bias, shared.scale, shared.softcap)
 
     def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """See DraftHead: step k has offset k + 2."""

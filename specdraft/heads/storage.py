@@ -117,7 +117,9 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG_NAME).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"head: {CONFIG_NAME} cannot be read, got {folder} ({error}); save the head again") from error
+        raise CheckpointError(
+            f"head: {CONFIG_NAME} cannot be read, got {folder} ({error}); save the head again"
+        ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT or not {"kind", "head", "target"} <= set(config):
         raise CheckpointError(f"head: not a specdraft head of format {FORMAT}, got {folder}; import or save it again")
     return config
@@ -140,10 +142,12 @@ def load_head(
     try:
         settings = {key: value for key, value in config["head"].items() if key != "kind"}
         head_settings = head_config(config["kind"], settings)
-        target = {key: tuple(v) if key == "eos_token_ids" else v for key, v in config["target"].items()}
+        target: dict[str, Any] = {**config["target"], "eos_token_ids": tuple(config["target"]["eos_token_ids"])}
         head = head_settings.build(TargetSpec(**target))
-    except (ConfigError, TypeError) as error:
-        raise CheckpointError(f"head: {CONFIG_NAME} does not describe a head, got {folder} ({error}); save it again") from error
+    except (ConfigError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"head: {CONFIG_NAME} does not describe a head, got {folder} ({error}); save it again"
+        ) from error
     try:
         tensors = load_file(folder / WEIGHTS_NAME)
     except (OSError, SafetensorError) as error:
@@ -163,7 +167,9 @@ def load_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], source: str 
     expected = head.state_dict()
     wrong = sorted(set(expected) ^ set(tensors)) or sorted(k for k in expected if expected[k].shape != tensors[k].shape)
     if wrong:
-        what = "missing" if wrong[0] not in tensors else "unexpected" if wrong[0] not in expected else "of another shape"
+        what = (
+            "missing" if wrong[0] not in tensors else "unexpected" if wrong[0] not in expected else "of another shape"
+        )
         raise CheckpointError(f"head: tensor {wrong[0]} is {what}, got {source}; the file belongs to another head")
     floating = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
     if floating is not None:

@@ -33,7 +33,9 @@ class LossConfig:
             if name not in TERMS:
                 raise ConfigError(f"loss.terms: no such term, got {name!r}; use {', '.join(TERMS)}")
             if weight <= 0:
-                raise ConfigError(f"loss.terms.{name}: the weight must be positive, got {weight}; remove the term instead")
+                raise ConfigError(
+                    f"loss.terms.{name}: the weight must be positive, got {weight}; remove the term instead"
+                )
         if set(self.terms) == {"smooth_l1"}:
             raise ConfigError(
                 f"loss.terms: features alone do not train or measure tokens, got {self.terms}; add soft_ce, e.g. 0.1"

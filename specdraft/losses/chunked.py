@@ -137,7 +137,7 @@ class _Work:
                 self.hits[k][r] = hit[part]
                 start += r.numel()
 
-    def _linear(  # noqa: PLR0913 - the rows of one product and what they are compared with
+    def _linear(
         self,
         h: Tensor,
         labels: Tensor,
@@ -177,7 +177,7 @@ class _Work:
                 grad_weight.sub_(probs.t() @ by_place.to(self.dtype), alpha=plan.soft)
         return loss * scale, grad, hits
 
-    def _bent(  # noqa: PLR0913 - as ``_linear``
+    def _bent(
         self,
         h: Tensor,
         labels: Tensor,

@@ -52,6 +52,9 @@ class StepStats:
 
     @property
     def expected_acceptance_length(self) -> float:
-        """1 + the sum of ``survival``: tokens per target forward, the bonus token included, if drafting ran from every
-        position of the text. Decoding starts from other positions, so the measured figure differs."""
+        """1 + the sum of ``survival``: tokens per target forward, the bonus token included.
+
+        Drafting is taken to run from every position of the text. Decoding starts from other positions, so the measured
+        figure differs.
+        """
         return 1.0 + sum(self.survival)

@@ -14,6 +14,7 @@ from specdraft.losses.alignment import Aligned, align, anchor_positions
 from specdraft.losses.chunked import ChunkedCrossEntropy, ChunkPlan
 from specdraft.losses.metrics import StepStats
 
+
 @dataclass(frozen=True)
 class LossResult:
     """loss_sum: 0-d, unnormalised sum over anchors and depths, with its graph. stats: counts for the metrics."""
@@ -128,7 +129,9 @@ class Objective:
             soft=self.config.terms.get("soft_ce", 0.0),
             chunk_size=self.config.chunk_size,
         )
-        out = ChunkedCrossEntropy.apply(plan, *(step.hidden for step in steps), *plan.trained_weights)
+        out = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            plan, *(step.hidden for step in steps), *plan.trained_weights
+        )
         return out[0], [hit & a.valid for hit, a in zip(out[1:], aligned, strict=True)]
 
 
@@ -136,7 +139,9 @@ def _connected_zero(steps: Sequence[DraftStep]) -> Tensor:
     """A 0-d zero that depends on all that the steps depend on: a rank without anchors still takes part in backward."""
     zero = sum((step.hidden.sum() * 0.0 for step in steps), torch.zeros((), device=steps[0].hidden.device))
     if not steps[0].hidden.shape[0]:
-        zero = zero + sum((step.unembed.weight.sum() * 0.0 for step in steps if step.unembed.weight.requires_grad), zero)
+        zero = zero + sum(
+            (step.unembed.weight.sum() * 0.0 for step in steps if step.unembed.weight.requires_grad), zero
+        )
     return zero
 
 
@@ -154,4 +159,4 @@ def _stats(aligned: list[Aligned], hits: list[Tensor], losses: Tensor) -> StepSt
     prefix_valid = valid.cummin(0).values if valid.numel() else valid
     prefix_hit = hit.cummin(0).values if hit.numel() else hit
     counts = [t.sum(1, dtype=torch.float64) for t in (hit, valid, prefix_hit, prefix_valid)]
-    return StepStats(*counts, losses)
+    return StepStats.unpack(torch.stack([*counts, losses]))

@@ -75,6 +75,9 @@ class TrainerConfig:
     """Optimizer steps between two checkpoints; null = at the end of every epoch."""
     keep_checkpoints: int = 2
     """Checkpoints kept; older ones are removed once a newer one is complete."""
+    feature_memory_gib: float = 0.0
+    """Memory for the target's features of rows seen before, per process: later epochs then need no target forward for
+    them. Exact up to rounding, so a resumed run equals an uninterrupted one bit by bit only with 0 (nothing is kept)."""
     eval_prompts: int = 16
     """Held-out prompts on which acceptance is measured to choose the best head; 0 = the best is the last."""
     eval_max_new_tokens: int = 64
@@ -90,6 +93,10 @@ class TrainerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"trainer.{name}: must be at least 1 or null, got {value}; use null or e.g. 100")
+        if not 0.0 <= self.feature_memory_gib < float("inf"):
+            raise ConfigError(
+                f"trainer.feature_memory_gib: must not be negative, got {self.feature_memory_gib}; use 0 to keep nothing"
+            )
         if self.eval_prompts < 0:
             raise ConfigError(f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none")
         if self.mixed_precision not in PRECISIONS:

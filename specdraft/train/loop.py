@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specdraft.core.errors import SpecDraftError
 from specdraft.core.types import TokenBatch
 from specdraft.data.batching import collate
+from specdraft.data.features import FeatureMemory
 from specdraft.losses.alignment import build_draft_batch
 from specdraft.losses.objectives import Teacher
 from specdraft.train.inputs import TrainInputs, TrainResult
@@ -44,6 +45,7 @@ def train(run: TrainInputs) -> TrainResult:
     # Only the head is wrapped: the target has no gradient to exchange and is in no checkpoint.
     model, stepper = accelerator.prepare(head, optimizer)
     teacher, meter = run.teacher(), Meter(accelerator.device, head.config.num_draft_tokens)
+    memory = FeatureMemory(run.target, head.features(), int(trainer.feature_memory_gib * 2**30))
     with (
         closing(run.tracker),
         StopSignal() as signal,
@@ -68,7 +70,7 @@ def train(run: TrainInputs) -> TrainResult:
             )
             loss, grad_norm = 0.0, 0.0
             if denominator:
-                local = backward(run, model, teacher, window, denominator, meter)
+                local = backward(run, model, memory, teacher, window, denominator, meter)
                 (loss,) = sum_over_ranks(accelerator, [local])
                 with meter.phase("optimizer"):
                     grad_norm = update(run, stepper, state, loss)
@@ -117,6 +119,7 @@ def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Iterator[list[
 def backward(
     run: TrainInputs,
     model: nn.Module,
+    memory: FeatureMemory,
     teacher: Teacher,
     window: list[TokenBatch],
     denominator: float,
@@ -128,12 +131,12 @@ def backward(
     an anchor: the objective's zero is connected to the graph. DDP averages over ranks, which the factor takes
     back.
     """
-    accelerator, target, request = run.accelerator, run.target, run.head.features()
+    accelerator, target = run.accelerator, run.target
     total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     for i, tokens in enumerate(window):
         with meter.phase("target"):
             tokens = tokens.to(accelerator.device)
-            batch = build_draft_batch(tokens, target.capture(tokens, request))
+            batch = build_draft_batch(tokens, memory.capture(tokens))
         with meter.phase("draft"), nullcontext() if i + 1 == len(window) else accelerator.no_sync(model):
             with accelerator.autocast():
                 result = run.objective(model(batch, target.embed, target.unembedding), batch, teacher)

@@ -37,9 +37,7 @@ def test_worked_example_is_the_code(slice_docs: ModuleType) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "head.py").write_text(
-        "import os\n\n# docs: start-head\nx = r'\\1'\n\ny = 2\n# docs: end-head\nz = 3\n"
-    )
+    (tmp_path / "head.py").write_text("import os\n\n# docs: start-head\nx = r'\\1'\n\ny = 2\n# docs: end-head\nz = 3\n")
     (tmp_path / "head.yaml").write_text("kind: medusa\n")
     return tmp_path
 
@@ -55,9 +53,7 @@ def test_render_replaces_a_stale_block(slice_docs: ModuleType, project: Path) ->
 
 
 def test_render_takes_a_whole_yaml(slice_docs: ModuleType, project: Path) -> None:
-    assert slice_docs.render(document("head.yaml"), project) == document(
-        "head.yaml", "```yaml\nkind: medusa\n```"
-    )
+    assert slice_docs.render(document("head.yaml"), project) == document("head.yaml", "```yaml\nkind: medusa\n```")
 
 
 @pytest.mark.parametrize("marker", ["# docs: start-head", "# docs: end-head"])
@@ -75,9 +71,7 @@ def test_command_reports_then_writes(tmp_path: Path) -> None:
         pytest.skip("not written yet: specdraft/heads/medusa.py")
 
     def run(*arguments: str) -> int:
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), *arguments, str(path)], capture_output=True
-        ).returncode
+        return subprocess.run([sys.executable, str(SCRIPT), *arguments, str(path)], capture_output=True).returncode
 
     assert run() == 1
     assert path.read_text() == document("specdraft/heads/medusa.py")

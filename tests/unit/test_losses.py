@@ -29,7 +29,8 @@ def steps_and_batch(trained: bool, unembed_fields: dict[str, float]) -> tuple[li
     weight = torch.randn_like(draft.weight).requires_grad_() if trained else draft.weight
     own = replace(draft, weight=weight)
     steps = [
-        DraftStep(torch.randn(batch.anchors.numel(), SPEC.hidden_size).requires_grad_(), offset, own) for offset in (2, 3, 4)
+        DraftStep(torch.randn(batch.anchors.numel(), SPEC.hidden_size).requires_grad_(), offset, own)
+        for offset in (2, 3, 4)
     ]
     return steps, batch, Teacher(unembed, draft, label_map)
 
@@ -57,7 +58,9 @@ def eager(steps: list[DraftStep], batch: DraftBatch, teacher: Teacher, config: L
             log_q = step.unembed(step.hidden[n]).log_softmax(-1)
             term = torch.zeros(())
             if "soft_ce" in config.terms:
-                term = term - config.terms["soft_ce"] * (teacher.draft_unembed(teacher_hidden).softmax(-1) * log_q).sum()
+                term = (
+                    term - config.terms["soft_ce"] * (teacher.draft_unembed(teacher_hidden).softmax(-1) * log_q).sum()
+                )
             if "hard_ce" in config.terms and draft_label >= 0:
                 term = term - config.terms["hard_ce"] * log_q[draft_label]
             if "smooth_l1" in config.terms:

@@ -44,9 +44,7 @@ def test_version_agrees_with_pyproject() -> None:
 
 
 def test_torch_is_pinned_exactly_once() -> None:
-    pins = re.findall(
-        r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    pins = re.findall(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(pins) == 1
 
 
@@ -56,9 +54,7 @@ def test_settings_and_packages_import_without_torch() -> None:
     assert {"specdraft", "specdraft.heads", "specdraft.heads._config"} <= set(names)
     heavy = {"torch", "transformers", "numpy", "accelerate", "datasets", "peft", "wandb"}
     code = f"import sys, {', '.join(names)}; print(*{heavy} & set(sys.modules))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdraft.core.errors import ConfigError, SpecDraftError
+from specdraft.data.features import FeatureMemory
 from specdraft.heads.base import DraftHead, head_kinds
 from specdraft.heads.storage import load_head
 from specdraft.losses.objectives import LossResult
@@ -29,6 +30,12 @@ from specdraft.train.loop import train
 from specdraft.train.progress import Meter, parameter_table
 from specdraft.train.state import EvalPoint, TrainState
 from tests.training import make_head, make_rows, make_run, target, weights
+
+
+def no_memory(run: TrainInputs) -> FeatureMemory:
+    """Features that are captured anew in every batch."""
+    return FeatureMemory(run.target, run.head.features(), 0)
+
 
 KINDS = list(head_kinds())
 
@@ -43,7 +50,7 @@ def gradients(run: TrainInputs) -> dict[str, Tensor]:
     meter = Meter(torch.device("cpu"), run.head.config.num_draft_tokens)
     window = next(loop.windows(run, TrainState(), meter))
     denominator = sum(float(run.objective.denominator(tokens)) for tokens in window)
-    loop.backward(run, run.head, run.teacher(), window, denominator, meter)
+    loop.backward(run, run.head, no_memory(run), run.teacher(), window, denominator, meter)
     return {name: p.grad.clone() for name, p in run.head.named_parameters() if p.grad is not None}
 
 
@@ -87,7 +94,7 @@ def test_masked_micro_batch_still_runs_backward(tmp_path: Path, kind: str) -> No
     )
     meter = Meter(torch.device("cpu"), 3)
     window = next(loop.windows(run, TrainState(), meter))
-    assert loop.backward(run, run.head, run.teacher(), window, 1.0, meter) == 0.0
+    assert loop.backward(run, run.head, no_memory(run), run.teacher(), window, 1.0, meter) == 0.0
     for name, parameter in run.head.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name

@@ -39,6 +39,7 @@ def naive_unroll(head: UnrolledHead, w: World, tokens: TokenBatch, row: int, anc
         query, key, value = head.layer.project(x, positions[t : t + 1])
         keys.append(key[0])
         values.append(value[0])
+    output = torch.empty(0)
     readouts = []
     for s in range(head.unroll_steps):
         if s:
@@ -101,7 +102,9 @@ def test_input_noise_is_of_training_only() -> None:
     assert not torch.equal(*noisy) and torch.equal(*quiet)
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(2, (1,)), (4, (2, 3)), (5, (3,)), (30, (3, 16, 28)), (32, (3, 17, 30))])
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(2, (1,)), (4, (2, 3)), (5, (3,)), (30, (3, 16, 28)), (32, (3, 17, 30))]
+)
 def test_default_layers_are_distinct_and_exist(layers: int, expected: tuple[int, ...]) -> None:
     assert Eagle3Config(kind="eagle3").layers_of(world(num_hidden_layers=layers).spec) == expected
 
@@ -175,5 +178,5 @@ def test_trees() -> None:
 
 @pytest.mark.parametrize("paths", [[[0, 0]], [[]], [[-1]]])
 def test_impossible_trees_are_refused(paths: list[list[int]]) -> None:
-    with pytest.raises(ConfigError, match="decode.tree"):
+    with pytest.raises(ConfigError, match=r"decode\.tree"):
         DraftTree.from_paths(paths)
