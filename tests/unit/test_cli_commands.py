@@ -195,7 +195,7 @@ def test_run_trains_and_measures(workspace: Path, tmp_path: Path, capsys: Captur
 def test_demo_measures_three_heads_and_reuses_them(
     workspace: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*experiment_words(workspace), "head.draft_vocab_size=null"]
+    words = [*experiment_words(workspace), "head.draft_vocab_size=null", "trainer.eval_every=null"]
     trained = []
     run = pipeline.run
     monkeypatch.setattr(pipeline, "run", lambda cfg: (trained.append(cfg.name), reset_accelerator(), run(cfg)))

@@ -21,8 +21,13 @@ def batch(rows: list[int]) -> TokenBatch:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Batch sizes of every target forward."""
+def target() -> HFTarget:
+    return tiny_target()
+
+
+@pytest.fixture
+def calls(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Batch sizes of every target forward; those of the check of a new target are over by then."""
     found: list[int] = []
     original = HFTarget.capture
 
@@ -34,8 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_second_use_needs_no_forward_and_gives_the_same_states(calls: list[int]) -> None:
-    target = tiny_target()
+def test_a_second_use_needs_no_forward_and_gives_the_same_states(target: HFTarget, calls: list[int]) -> None:
     memory = FeatureMemory(target, REQUEST, 2**20)
     memory.capture(batch([0, 1]))
     memory.capture(batch([2, 3]))
@@ -49,9 +53,9 @@ def test_a_second_use_needs_no_forward_and_gives_the_same_states(calls: list[int
     assert not again.last_hidden[~real].any()
 
 
-def test_the_limit_holds_and_what_does_not_fit_is_captured_again(calls: list[int]) -> None:
+def test_the_limit_holds_and_what_does_not_fit_is_captured_again(target: HFTarget, calls: list[int]) -> None:
     row_bytes = 9 * 32 * 3 * 4  # tokens, hidden size, last and two layers, float32
-    memory = FeatureMemory(tiny_target(), REQUEST, row_bytes)
+    memory = FeatureMemory(target, REQUEST, row_bytes)
     for _ in range(2):
         memory.capture(batch([0, 1]))
     assert memory.num_bytes == row_bytes
@@ -60,13 +64,13 @@ def test_the_limit_holds_and_what_does_not_fit_is_captured_again(calls: list[int
     assert calls == [2, 2]
 
 
-def test_zero_keeps_nothing_and_stand_in_rows_are_never_kept(calls: list[int]) -> None:
+def test_zero_keeps_nothing_and_stand_in_rows_are_never_kept(target: HFTarget, calls: list[int]) -> None:
     tokens = batch([0])
-    nothing = FeatureMemory(tiny_target(), FeatureRequest(), 0)
+    nothing = FeatureMemory(target, FeatureRequest(), 0)
     for _ in range(2):
         nothing.capture(tokens)
     assert nothing.num_bytes == 0 and calls == [1, 1]
     idle = collate([ROWS[0]], 0, [-1])
-    memory = FeatureMemory(tiny_target(), FeatureRequest(), 2**20)
+    memory = FeatureMemory(target, FeatureRequest(), 2**20)
     memory.capture(idle)
     assert memory.num_bytes == 0
