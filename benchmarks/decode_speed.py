@@ -1,4 +1,9 @@
-"""Plain decoding here against transformers' generate(): same weights, dtype and prompts, in turns in one process."""
+"""Plain decoding here against transformers' generate(): same weights, dtype and prompts, in turns in one process.
+
+    python benchmarks/decode_speed.py [--dtype bfloat16] [--target smollm2] [--new-tokens 64] [--prompts 4] [--threads 2]
+
+Two threads need two idle cores: a busy neighbour makes every parallel product wait for it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ TEXT = (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--target", default="smollm2", help="Hub id, folder, or smollm2")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -75,7 +80,8 @@ def main() -> None:
             )
 
         if not rows:
-            ours(), theirs()
+            ours()
+            theirs()
         times = [(measure(theirs), measure(ours)) for _ in range(3)]
         best = [min(column) / count for column in zip(*times, strict=True)]
         parts = results[-1].time_ms
