@@ -67,7 +67,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (folder / "wandb_run_id").read_text() == first
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
-    assert all(path.name.endswith(first.strip()) for path in runs)
+    # Two starts within a second share a folder name, so wandb may add to it.
+    assert all(f"-{first.strip()}" in path.name for path in runs)
     record = b"".join((next(path.glob("*.wandb"))).read_bytes() for path in runs)
     for text in (b"expected_acceptance_length", b"grad_norm", b"specdraft", b"test"):
         assert text in record
