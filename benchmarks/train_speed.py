@@ -32,8 +32,7 @@ from specdraft.losses._config import LossConfig
 from specdraft.losses.alignment import align, build_draft_batch
 from specdraft.losses.objectives import Objective, Teacher
 from specdraft.targets._config import TargetConfig
-from specdraft.targets.hf import HFTarget
-from specdraft.targets.loading import load_target
+from specdraft.targets.hf import HFTarget, load_target
 
 STEPS, DRAFT_VOCAB, ROWS = 5, 8192, 8
 
