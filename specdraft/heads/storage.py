@@ -50,6 +50,7 @@ def save_head(head: DraftHead, folder: str | Path, extra: dict[str, Any] | None 
             save_file(tensors, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
             (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
             for path in temporary.iterdir():
+                path.chmod(0o644)  # safetensors writes for its user alone
                 _sync(path)
             temporary.chmod(0o755)
             _swap(temporary, folder)

@@ -173,6 +173,10 @@ def test_save_and_load_give_the_same_head(kind: str, settings: dict[str, object]
     w = world()
     head = make_head(kind, w.spec, **settings).eval()
     folder = save_head(head, f"{tmp_path}/head")
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "config.json": 0o644,
+        "model.safetensors": 0o644,
+    }
     loaded = load_head(folder)
     assert loaded.config == head.config and loaded.spec == head.spec
     assert all(torch.equal(a, b) for a, b in zip(head.state_dict().values(), loaded.state_dict().values(), strict=True))
