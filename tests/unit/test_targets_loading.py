@@ -35,7 +35,7 @@ def settings(folder: Path | str, **changes: Any) -> TargetConfig:
     return TargetConfig(**{"name": str(folder), "device": "cpu", **changes})
 
 
-def fails(config: TargetConfig, kind: type[SpecDraftError], match: str) -> str:
+def check_fails(config: TargetConfig, kind: type[SpecDraftError], match: str) -> str:
     with pytest.raises(kind, match=match) as error:
         load_target(config)
     message = str(error.value)
@@ -77,71 +77,73 @@ def test_attention_kernel_is_as_asked(saved: Path, tmp_path: Path, caplog: pytes
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    fails(settings(tmp_path / "no"), ConfigError, "no such folder")
-    fails(settings("./no"), ConfigError, "no such folder")
+    check_fails(settings(tmp_path / "no"), ConfigError, "no such folder")
+    check_fails(settings("./no"), ConfigError, "no such folder")
     file = tmp_path / "file"
     file.write_text("")
-    fails(settings(file), ConfigError, "a file, not a folder")
+    check_fails(settings(file), ConfigError, "a file, not a folder")
 
 
 def test_unknown_hub_id_offline() -> None:
-    message = fails(settings("nobody/no-such-model"), ConfigError, "neither a folder nor a model in the Hub's cache")
+    message = check_fails(
+        settings("nobody/no-such-model"), ConfigError, "neither a folder nor a model in the Hub's cache"
+    )
     assert "'nobody/no-such-model'" in message
-    fails(settings("not a valid id!"), ConfigError, "neither a folder nor a model")
+    check_fails(settings("not a valid id!"), ConfigError, "neither a folder nor a model")
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
-    fails(settings(tmp_path), ConfigError, r"no config\.json")
+    check_fails(settings(tmp_path), ConfigError, r"no config\.json")
 
 
 def test_torn_config(folder: Path) -> None:
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text[: len(text) // 2])
-    fails(settings(folder), CheckpointError, r"config\.json cannot be read")
+    check_fails(settings(folder), CheckpointError, r"config\.json cannot be read")
 
 
 def test_unknown_architecture(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "never_heard_of"}))
-    fails(settings(folder), UnsupportedTargetError, "does not know the architecture")
+    check_fails(settings(folder), UnsupportedTargetError, "does not know the architecture")
 
 
 def test_code_of_others_is_not_run_unasked(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     remote = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "own_code", "auto_map": remote}))
-    fails(settings(folder), ConfigError, r"^target\.trust_remote_code: ")
+    check_fails(settings(folder), ConfigError, r"^target\.trust_remote_code: ")
 
 
 def test_folder_without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    fails(settings(folder), CheckpointError, "weights in the folder cannot be used")
+    check_fails(settings(folder), CheckpointError, "weights in the folder cannot be used")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -64])
 def test_torn_weights(folder: Path, keep: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
-    fails(settings(folder), CheckpointError, "weights in the folder cannot be used")
+    check_fails(settings(folder), CheckpointError, "weights in the folder cannot be used")
 
 
 def test_absent_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    fails(settings(folder), CheckpointError, r"1 weights missing .*layers\.1\.mlp\.up_proj\.weight")
+    check_fails(settings(folder), CheckpointError, r"1 weights missing .*layers\.1\.mlp\.up_proj\.weight")
 
 
 def test_weights_of_another_shape(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
-    fails(settings(folder), CheckpointError, "weights in the folder cannot be used")
+    check_fails(settings(folder), CheckpointError, "weights in the folder cannot be used")
 
 
 def test_missing_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).unlink()
-    fails(settings(folder), ConfigError, "tokenizer cannot be loaded")
+    check_fails(settings(folder), ConfigError, "tokenizer cannot be loaded")
     with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
         load_tokenizer(settings(folder))
 
@@ -149,7 +151,7 @@ def test_missing_tokenizer(folder: Path) -> None:
 def test_torn_tokenizer(folder: Path) -> None:
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text[: len(text) // 2])
-    fails(settings(folder), ConfigError, "tokenizer cannot be loaded")
+    check_fails(settings(folder), ConfigError, "tokenizer cannot be loaded")
 
 
 def test_devices() -> None:
