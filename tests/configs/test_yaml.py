@@ -113,9 +113,7 @@ def test_values_equal_the_defaults_of_the_code() -> None:
     assert differing == {
         "data/files.yaml: sources",
         "decode/tree.yaml: tree",
-        "head/eagle.yaml: kind",
-        "head/eagle3.yaml: kind",
-        "head/medusa.yaml: kind",
+        *(f"head/{kind}.yaml: kind" for kind in head_schemas()),
         "target/from_head.yaml: name",
         "target/hub.yaml: dtype",
         "target/hub.yaml: name",

@@ -18,6 +18,15 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
     "medusa": {"shared": {}, "unshared": {"shared_lm_head": False, "num_layers": 2}},
     "eagle": {"one": {"input_noise": 0.0}, "unrolled": {"input_noise": 0.0, "unroll_steps": 3}},
     "eagle3": {"plain": {}, "normed": {"norm_before_residual": True, "aux_layers": [1, 3]}},
+    "hydra_chain": {
+        "plusplus": {},
+        "plain": {"num_layers": 1, "prefix_attention": False, "shared_lm_head": False},
+    },
+    "mlp": {
+        "lean": {},
+        "untied": {"tie_weights": False, "inner_size": 24, "scale_input": False},
+        "published": {"own_embeddings": True, "own_lm_head": True, "inner_size": 40},
+    },
 }
 CASES = [
     pytest.param(kind, {**settings, "num_draft_tokens": 3, "draft_vocab_size": size}, id=f"{kind}-{name}-{size}")

@@ -11,6 +11,7 @@ import pytest
 
 from specdraft.cli import main as cli
 from specdraft.cli.main import main
+from specdraft.config.head_schemas import head_schemas
 
 PREFIX = "specdraft: error: "
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -73,9 +74,9 @@ TABLE = [
     ("train name=x optim=sgd", "optim: no such option, got sgd; use one of adamw"),
     ("train name=x optim=3", "optim: no such option, got 3; use one of adamw"),
     ("train name=x target=null", "target: no such option, got null; use one of from_head, hub, smollm2"),
-    ("train name=x head=", "head: no such option, got ''; use one of eagle, eagle3, medusa"),
+    ("train name=x head=", f"head: no such option, got ''; use one of {', '.join(head_schemas())}"),
     ("train name=x head.kind=medusa", "head.kind: comes with the option of head, got medusa; write head=medusa"),
-    ("train name=x head.kind=nope", "head.kind: no such option, got nope; use one of eagle, eagle3, medusa"),
+    ("train name=x head.kind=nope", f"head.kind: no such option, got nope; use one of {', '.join(head_schemas())}"),
     # types
     ("train name=x optim.lr=fast", "optim.lr: must be a number, got fast; use e.g. 0.001"),
     ("train name=x optim.lr=", "optim.lr: must be a number, got ''; use e.g. 0.001"),
