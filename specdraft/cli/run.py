@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import asdict
 from typing import Any
 
 from specdraft.config.schema import EvalRun, HeadSource, PipelineRun
@@ -49,7 +50,9 @@ def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
     """
     import json
 
+    from specdraft.core.tree import TreeGrowth
     from specdraft.data.sources import file_sha256
+    from specdraft.decode.proposers import draft_tree
     from specdraft.eval.prompts import load_sets, prompts_hash
     from specdraft.heads.storage import WEIGHTS_NAME
 
@@ -62,15 +65,15 @@ def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
     settings = {key: getattr(cfg.decode, key) for key in ("max_new_tokens", "ignore_eos")} | {
         key: getattr(cfg.eval, key) for key in ("turns", "repeats", "bootstrap_samples", "seed")
     }
+    shape = draft_tree(cfg.decode, cfg.head.num_draft_tokens)
     settings |= {"dtype": cfg.eval.dtype or cfg.target.dtype, "tree": cfg.decode.tree}
-    settings["num_draft_tokens"] = (
-        max(map(len, cfg.decode.tree))
-        if cfg.decode.tree is not None
-        else cfg.decode.num_draft_tokens or cfg.head.num_draft_tokens
-    )
+    settings |= {
+        "num_draft_tokens": shape.max_depth,
+        "dynamic": asdict(shape) if isinstance(shape, TreeGrowth) else None,
+    }
     same = (
         results["head"]["sha256"] == file_sha256(weights)
         and {name: figures["prompts_hash"] for name, figures in results["sets"].items()} == hashes
-        and all(results["decode"][key] == value for key, value in settings.items())
+        and all(results["decode"].get(key) == value for key, value in settings.items())
     )
     return results if same else None

@@ -149,13 +149,13 @@ def acceptance(cfg: ExperimentRun, target: HFTarget, head: DraftHead) -> Callabl
     """
     from specdraft.data.chat import ChatRenderer
     from specdraft.data.formats import Message
-    from specdraft.decode.proposers import draft_tree
+    from specdraft.decode.proposers import check_shape, draft_tree
     from specdraft.eval.acceptance import measure_acceptance
     from specdraft.eval.prompts import load_prompts
     from specdraft.train.state import EvalPoint
 
     tree = draft_tree(cfg.decode, head.config.num_draft_tokens)
-    head.check_depth(tree)
+    check_shape(head, tree)
     if not cfg.trainer.eval_prompts:
         return None
     assert target.tokenizer is not None

@@ -91,6 +91,11 @@ class ExperimentRun:
                 f"decode.num_draft_tokens: must not exceed head.num_draft_tokens ({depth}), "
                 f"got {self.decode.num_draft_tokens}; use at most {depth} or null"
             )
+        if self.decode.dynamic_depth is not None and self.decode.dynamic_depth > depth:
+            raise ConfigError(
+                f"decode.dynamic_depth: must not exceed head.num_draft_tokens ({depth}), "
+                f"got {self.decode.dynamic_depth}; use at most {depth} or null"
+            )
         deepest = max((len(path) for path in self.decode.tree or []), default=0)
         if deepest > depth:
             raise ConfigError(
@@ -201,7 +206,7 @@ class GenerateRun:
             raise ConfigError(
                 f"target.name: there is no head to take it from, got {FROM_HEAD!r}; add target.name=smollm2"
             )
-        if self.decode.show or self.decode.tree is not None or self.decode.num_draft_tokens is not None:
+        if self.decode.show or self.decode.has_shape:
             raise ConfigError("decode: show, tree and num_draft_tokens have no effect, got no head; add head=FOLDER")
 
 

@@ -103,6 +103,10 @@ class DraftTree:
         keep = sum(1 for d in self.depths if d <= max_depth)
         return DraftTree(self.parents[:keep], self.ranks[:keep])
 
+    def parent_rows(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[N+1]`` int64: the row of every row's parent; the root is its own."""
+        return torch.tensor((0, *(parent + 1 for parent in self.parents)), dtype=torch.int64, device=device)
+
     def ancestor_mask(self, device: torch.device | str = "cpu") -> Tensor:
         """``[N+1, N+1]`` bool, True where the column's node is the row's node or one of its ancestors (root included)."""
         size = len(self) + 1
@@ -127,8 +131,78 @@ class DraftTree:
 
 
 @dataclass(frozen=True)
+class TreeGrowth:
+    """How a tree is grown anew at every step from the head's own probabilities (Li et al. 2024, EAGLE-2).
+
+    At each of ``depth`` levels the ``top_k`` nodes of highest probability along their path are continued by their
+    ``top_k`` likeliest tokens; of all nodes the ``total_tokens`` of highest probability become the draft (the root is
+    not counted).
+    """
+
+    depth: int
+    top_k: int
+    total_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.total_tokens > self.pool_size:
+            raise ConfigError(
+                f"decode.dynamic_total_tokens: depth {self.depth} and top_k {self.top_k} give {self.pool_size} nodes, "
+                f"got {self.total_tokens}; lower it, or raise dynamic_depth or dynamic_top_k"
+            )
+
+    @property
+    def max_depth(self) -> int:
+        """No node is deeper."""
+        return self.depth
+
+    @property
+    def pool_size(self) -> int:
+        """Nodes among which the draft is chosen."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    def cut(self, max_depth: int) -> TreeGrowth:
+        """The same growth to a depth of at most ``max_depth`` (at least 1)."""
+        shallow = TreeGrowth(min(self.depth, max_depth), self.top_k, 1)
+        return TreeGrowth(shallow.depth, self.top_k, min(self.total_tokens, shallow.pool_size))
+
+    @cached_property
+    def beams(self) -> DraftTree:
+        """The nodes that are continued, as if they were ``top_k`` chains: what a head allocates for."""
+        chains = [[rank, *[0] * below] for below in range(self.depth) for rank in range(self.top_k)]
+        return DraftTree.from_paths(chains)
+
+    @cached_property
+    def largest(self) -> DraftTree:
+        """Some tree of ``total_tokens`` nodes as deep as a draft can be: what a decoder allocates for."""
+        depth = min(self.depth, self.total_tokens)
+        return DraftTree.from_paths(
+            [[0] * below for below in range(1, depth + 1)]
+            + [[rank] for rank in range(1, self.total_tokens - depth + 1)]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GrownTree:
+    """A tree whose shape was decided on the device, in breadth-first order; it is drafted once and never seen again.
+
+    rows: ``[N+1]`` int64, the row of every row's parent, the root (row 0) its own. max_depth: no node is deeper; known
+    without a look at the device.
+    """
+
+    rows: Tensor
+    max_depth: int
+
+    def __len__(self) -> int:
+        return self.rows.shape[0] - 1
+
+    def parent_rows(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[N+1]`` int64: the row of every row's parent; the root is its own."""
+        return self.rows.to(device)
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Drafted tokens of one decoded row. tokens: ``[1, N]`` int64, node i of ``tree``; siblings hold distinct tokens."""
 
     tokens: Tensor
-    tree: DraftTree
+    tree: DraftTree | GrownTree

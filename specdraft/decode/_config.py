@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specdraft.core.errors import ConfigError
 
 MAX_NODES = 512
+DYNAMIC_TOP_K = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,6 +18,12 @@ class DecodeConfig:
     """Depth K of a chain; null = the depth the head was trained for. Not together with ``tree``."""
     tree: list[list[int]] | None = None
     """Draft tree as paths of ranks, e.g. [[0], [1], [0, 0]]: with every path its beginning; null = a chain."""
+    dynamic_total_tokens: int | None = None
+    """Nodes of a tree that is grown anew at every step from the head's probabilities; null = a fixed shape."""
+    dynamic_depth: int | None = None
+    """Levels of a grown tree; null = the depth the head was trained for."""
+    dynamic_top_k: int | None = None
+    """Nodes continued at each level of a grown tree, and continuations of each; null = 8."""
     max_new_tokens: int = 128
     """Tokens generated at most, the end-of-text token included."""
     ignore_eos: bool = False
@@ -31,6 +38,7 @@ class DecodeConfig:
             )
         if self.max_new_tokens < 1:
             raise ConfigError(f"decode.max_new_tokens: must be at least 1, got {self.max_new_tokens}; use e.g. 128")
+        self._check_dynamic()
         if self.tree is None:
             return
         if self.num_draft_tokens is not None:
@@ -47,3 +55,26 @@ class DecodeConfig:
                 raise ConfigError(f"decode.tree: a path is a non-empty list of ranks from 0, got {path}; correct it")
             if len(path) > 1 and tuple(path[:-1]) not in known:
                 raise ConfigError(f"decode.tree: the path {path} lacks its beginning, got none; add {path[:-1]}")
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether the draft's shape is given rather than left to the head."""
+        return self.tree is not None or self.num_draft_tokens is not None or self.dynamic_total_tokens is not None
+
+    def _check_dynamic(self) -> None:
+        limits = {"dynamic_total_tokens": MAX_NODES, "dynamic_depth": 32, "dynamic_top_k": 64}
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= limit:
+                raise ConfigError(f"decode.{name}: must lie in 1..{limit} or be null, got {value}; choose e.g. 8")
+            if value is not None and self.dynamic_total_tokens is None:
+                raise ConfigError(
+                    f"decode.{name}: has no effect without decode.dynamic_total_tokens, got {value}; set e.g. 16 there"
+                )
+        if self.dynamic_total_tokens is None:
+            return
+        for name in ("tree", "num_draft_tokens"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"decode.{name}: contradicts decode.dynamic_total_tokens, got {getattr(self, name)}; set one to null"
+                )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdraft.core.errors import ConfigError, DataError
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, GrownTree, Proposal
 from specdraft.core.types import DraftContext, FeatureRequest, Features
 from specdraft.decode.cache import KVCache
 from specdraft.decode.plan import TreePlan
@@ -118,16 +118,20 @@ class SpeculativeDecoder:
             cache = KVCache(self.target.spec.num_hidden_layers, capacity)
         return cache
 
-    def plan(self, tree: DraftTree, capacity: int) -> TreePlan:
-        """What a forward over ``tree`` needs, kept for the next step."""
+    def plan(self, tree: DraftTree | GrownTree, capacity: int) -> TreePlan:
+        """What a forward over ``tree`` needs; of a fixed tree it is kept for the next step."""
+        if isinstance(tree, GrownTree):
+            return self._new_plan(tree, capacity)
         plan = self._plans.get((tree, capacity))
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            has_full = "full_attention" in self.target.layer_types
-            plan = TreePlan(tree, capacity, self.target.sliding_window, has_full, self.target.device)
-            self._plans[tree, capacity] = plan
+            plan = self._plans[tree, capacity] = self._new_plan(tree, capacity)
         return plan
+
+    def _new_plan(self, tree: DraftTree | GrownTree, capacity: int) -> TreePlan:
+        has_full = "full_attention" in self.target.layer_types
+        return TreePlan(tree, capacity, self.target.sliding_window, has_full, self.target.device)
 
 
 @dataclass(frozen=True)

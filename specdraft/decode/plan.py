@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
-from specdraft.core.tree import DraftTree
+from specdraft.core.tree import DraftTree, GrownTree
 
 
 class TreePlan:
     """Tensors and tables of a tree for a target and a cache. Row 0 is the root, row i + 1 the tree's node i.
+
+    All of it comes from the parents in a few operations a level, without a look at the host, so that a tree grown on
+    the device gets its plan in every step.
 
     The masks are views: column c of a buffer ``[N+1, capacity + N+1]`` stands for a fixed distance to the first new
     row, so the mask over a prefix of any length is the buffer without its first columns. That holds for windows too,
@@ -24,16 +29,28 @@ class TreePlan:
     """
 
     def __init__(
-        self, tree: DraftTree, capacity: int, sliding_window: int | None, has_full: bool, device: torch.device
+        self,
+        tree: DraftTree | GrownTree,
+        capacity: int,
+        sliding_window: int | None,
+        has_full: bool,
+        device: torch.device,
     ) -> None:
         self.tree = tree
         self.size = len(tree) + 1
-        self.paths = tree.path_table(device)
-        depths = tree.depth_tensor(device)
+        self.parents = tree.parent_rows(device)
+        lineage = [torch.arange(self.size, device=device)]
+        for _ in range(tree.max_depth):
+            lineage.append(self.parents[lineage[-1]])
+        above = torch.stack(lineage, dim=1)  # [N+1, max_depth+1]: the row, its parent, ..., the root again and again
+        depths = above.ne(0).sum(dim=1)
+        columns = torch.arange(tree.max_depth + 1, device=device)
+        # Rows from the root to each row, padded with the row itself.
+        self.paths = above.gather(1, (depths[:, None] - columns).clamp(min=0))
+        ancestors = torch.zeros(self.size, self.size, dtype=torch.bool, device=device).scatter_(1, above, True)
         self._depths = depths[None]
         self._capacity = capacity
         self._window = sliding_window
-        ancestors = tree.ancestor_mask(device)
         self._full = None
         if has_full and (self.size > 1 or sliding_window is not None):
             self._full = torch.cat([ancestors.new_ones(self.size, capacity), ancestors], dim=1)
@@ -43,15 +60,22 @@ class TreePlan:
             prefix = distance[None] < sliding_window - depths[:, None]
             near = depths[:, None] - depths[None] < sliding_window
             self._sliding = torch.cat([prefix, ancestors & near], dim=1)
-        self.parents = torch.tensor((0, *(parent + 1 for parent in tree.parents)), device=device)
         self.unrelated = ~ancestors
         # The root was emitted before: it is accepted whatever the comparison of its token says.
         self.unrelated[:, 0] = True
         self.ranking = depths + 1
-        path_rows = self.paths.tolist()
-        self.path_rows = [row[: depth + 1] for row, depth in zip(path_rows, (0, *tree.depths), strict=True)]
-        with_children = set(tree.parents)
-        self.has_children = [row - 1 in with_children for row in range(self.size)]
+        continued = torch.zeros_like(depths).index_fill_(0, self.parents[1:], 1)
+        self._host = _HostCopy(torch.cat([depths[:, None], continued[:, None], self.paths], dim=1))
+
+    @cached_property
+    def path_rows(self) -> list[list[int]]:
+        """Per row, the rows from the root to it."""
+        return [row[2 : row[0] + 3] for row in self._host.rows]
+
+    @cached_property
+    def has_children(self) -> list[bool]:
+        """Per row, whether a drafted node continues it."""
+        return [row[1] > 0 for row in self._host.rows]
 
     def positions(self, length: int) -> Tensor:
         """``[1, N+1]`` int64 positions after ``length`` committed tokens."""
@@ -69,3 +93,24 @@ class TreePlan:
 
     def _cut(self, buffer: Tensor | None, length: int) -> Tensor | None:
         return None if buffer is None else buffer[None, None, :, self._capacity - length :]
+
+
+class _HostCopy:
+    """A small table on its way to the host: by the time it is read, after the target's forward, it has arrived."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._arrived = None
+        self._table = table
+        if table.device.type == "cuda":
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The table as lists."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows: list[list[int]] = self._table.cpu().numpy().tolist()
+        return rows

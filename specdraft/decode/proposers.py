@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.errors import ConfigError
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftContext, FeatureRequest
-from specdraft.decode._config import DecodeConfig
+from specdraft.decode._config import DYNAMIC_TOP_K, DecodeConfig
 from specdraft.heads.base import DraftHead
 from specdraft.targets.base import Target
 
@@ -36,18 +37,22 @@ class Proposer(Protocol):
 
 
 class HeadProposer:
-    """A draft head as a proposer over a fixed tree.
+    """A draft head as a proposer over a fixed tree, or over a tree grown anew at every step.
 
     Raises:
-        ConfigError: the head cannot draft a tree of this depth or rank.
+        ConfigError: the head cannot draft this shape.
     """
 
-    def __init__(self, head: DraftHead, target: Target, tree: DraftTree | None = None) -> None:
+    def __init__(self, head: DraftHead, target: Target, shape: DraftTree | TreeGrowth | None = None) -> None:
         self.head = head
         self.target = target
-        self.tree = DraftTree.chain(head.config.num_draft_tokens) if tree is None else tree
-        head.check_depth(self.tree)
-        self._trees = [self.tree.truncate(depth) for depth in range(1, self.tree.max_depth)] + [self.tree]
+        self.shape = DraftTree.chain(head.config.num_draft_tokens) if shape is None else shape
+        check_shape(head, self.shape)
+        if isinstance(self.shape, TreeGrowth):
+            self.tree = self.shape.largest
+        else:
+            self.tree = self.shape
+            self._trees = [self.tree.truncate(depth) for depth in range(1, self.tree.max_depth)] + [self.tree]
 
     def features(self) -> FeatureRequest:
         """What the head asks for."""
@@ -55,16 +60,32 @@ class HeadProposer:
 
     def begin(self, max_length: int) -> Any:
         """The head's own state."""
-        return self.head.init_state(max_length, self.tree, self.target.unembedding)
+        tree = self.shape.beams if isinstance(self.shape, TreeGrowth) else self.shape
+        return self.head.init_state(max_length, tree, self.target.unembedding)
 
     def propose(self, state: Any, context: DraftContext, max_depth: int) -> Proposal | None:
-        """The head's draft of the tree, cut to ``max_depth``."""
+        """The head's draft of the shape, cut to ``max_depth``."""
+        if isinstance(self.shape, TreeGrowth):
+            return self.head.grow(state, context, self.target.embed, self.shape.cut(max_depth))
         tree = self._trees[min(max_depth, len(self._trees)) - 1]
         return self.head.propose(state, context, self.target.embed, tree)
 
 
-def draft_tree(config: DecodeConfig, num_draft_tokens: int) -> DraftTree:
-    """The tree of the settings; ``num_draft_tokens`` is the depth of the head, taken where the settings name none."""
+def draft_tree(config: DecodeConfig, num_draft_tokens: int) -> DraftTree | TreeGrowth:
+    """The shape of the settings; ``num_draft_tokens`` is the depth of the head, taken where the settings name none."""
     if config.tree is not None:
         return DraftTree.from_paths(config.tree)
+    if config.dynamic_total_tokens is not None:
+        depth = config.dynamic_depth or num_draft_tokens
+        return TreeGrowth(depth, config.dynamic_top_k or DYNAMIC_TOP_K, config.dynamic_total_tokens)
     return DraftTree.chain(config.num_draft_tokens or num_draft_tokens)
+
+
+def check_shape(head: DraftHead, shape: DraftTree | TreeGrowth) -> None:
+    """Raises ConfigError when ``head`` cannot draft ``shape``: too deep, ranks beyond its vocabulary, or grown."""
+    if isinstance(shape, TreeGrowth) and not head.grows:
+        raise ConfigError(
+            f"decode.dynamic_total_tokens: {head.config.kind} heads draft fixed trees only, got {shape.total_tokens}; "
+            "use decode.tree"
+        )
+    head.check_depth(shape.beams if isinstance(shape, TreeGrowth) else shape)

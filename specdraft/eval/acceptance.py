@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from specdraft.core.errors import DataError
-from specdraft.core.tree import DraftTree
+from specdraft.core.tree import DraftTree, TreeGrowth
 from specdraft.data.chat import ChatRenderer, TemplateRefusedError, tokenizer_hash
 from specdraft.data.formats import Message
 from specdraft.decode._config import DecodeConfig
@@ -51,7 +51,7 @@ def measure_acceptance(
     target: HFTarget,
     head: DraftHead,
     prompt_ids: Sequence[list[int]],
-    tree: DraftTree | None = None,
+    tree: DraftTree | TreeGrowth | None = None,
     max_new_tokens: int = 64,
 ) -> AcceptancePoint:
     """Decodes prompts speculatively, without the plain baseline and the clock: for choosing the best head in training.
@@ -267,12 +267,18 @@ def _head_identity(head: DraftHead, sha256: str | None) -> dict[str, Any]:
     }
 
 
-def _decode_settings(target: HFTarget, decode: DecodeConfig, config: EvalConfig, tree: DraftTree) -> dict[str, Any]:
-    """All that a measurement depends on besides target, head and prompts. tree: paths of ranks, None = a chain."""
+def _decode_settings(
+    target: HFTarget, decode: DecodeConfig, config: EvalConfig, tree: DraftTree | TreeGrowth
+) -> dict[str, Any]:
+    """All that a measurement depends on besides target, head and prompts.
+
+    tree: paths of ranks, None = a chain or a grown tree; dynamic: how it is grown, None = a fixed shape.
+    """
     return {
         "temperature": 0.0,
         "num_draft_tokens": tree.max_depth,
-        "tree": None if tree.is_chain else tree.paths(),
+        "tree": None if isinstance(tree, TreeGrowth) or tree.is_chain else tree.paths(),
+        "dynamic": asdict(tree) if isinstance(tree, TreeGrowth) else None,
         "batch_size": 1,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,

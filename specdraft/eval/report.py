@@ -59,6 +59,8 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
     """
     head, decode = results["head"], results["decode"]
     shape = "a chain" if decode["tree"] is None else f"a tree of {len(decode['tree'])} nodes"
+    if decode.get("dynamic"):
+        shape = f"a tree of {decode['dynamic']['total_tokens']} nodes grown at every step"
     console.print(
         f"{head['kind']} on {results['target']['name']}: {shape} of depth {decode['num_draft_tokens']}, greedy, "
         f"{decode['dtype']} on {decode['device']}, at most {decode['max_new_tokens']} new tokens"

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from specdraft.core.tree import DraftTree
+from specdraft.core.tree import DraftTree, TreeGrowth
 from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.proposers import HeadProposer
 from specdraft.decode.result import DecodeResult
@@ -53,7 +53,12 @@ class PairedDecoder:
     """
 
     def __init__(
-        self, target: Target, head: DraftHead, tree: DraftTree, max_new_tokens: int, ignore_eos: bool = False
+        self,
+        target: Target,
+        head: DraftHead,
+        tree: DraftTree | TreeGrowth,
+        max_new_tokens: int,
+        ignore_eos: bool = False,
     ) -> None:
         self.target = target
         self.plain = SpeculativeDecoder(target, None)

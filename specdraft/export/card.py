@@ -169,6 +169,8 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     """Figures of every set, by category and by depth, and where they were measured."""
     decode, machine = results["decode"], results["environment"]
     shape = "a chain" if decode["tree"] is None else f"a tree of {len(decode['tree'])} nodes"
+    if decode.get("dynamic"):
+        shape = f"a tree of {decode['dynamic']['total_tokens']} nodes grown at every step"
     processor = ", ".join(machine["accelerators"]) if decode["device"] == "cuda" else machine["cpu"]
     parts = [
         MEASURED.format(

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, Features, TargetSpec, Unembedding
 from specdraft.heads._blocks import DraftLayer
 from specdraft.heads._config import HeadConfig
+from specdraft.heads._dynamic import GrowingTree, likeliest
 from specdraft.heads.base import DraftHead
 
 
@@ -26,6 +27,7 @@ class UnrolledHead(DraftHead):
     """
 
     layer: DraftLayer
+    grows = True
 
     def __init__(self, config: HeadConfig, spec: TargetSpec, unroll_steps: int) -> None:
         super().__init__(config, spec)
@@ -86,16 +88,9 @@ class UnrolledHead(DraftHead):
         return UnrollState(empty[0], empty[1], self.unembedding(unembed), max_length)
 
     def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
-        """Adds the committed positions' keys (from target features, so drafted ones are overwritten), then drafts."""
-        start, count = context.start, context.next_tokens.shape[1]
-        device = context.next_tokens.device
-        positions = torch.arange(start, start + count, device=device)
-        x, residual = self.mix(self.seed(context.features), self._embed(embed, context.next_tokens[0]))
-        state.write(start, *self.layer.keys_values(x, positions))
-        length = start + count
-        query = self.layer.queries(x[-1:], positions[-1:])
-        output = self.layer.finish(state.attend(query, length, None), residual[-1:])
-        plan = state.plan(tree, device)
+        """Takes in what was committed, then drafts level by level: one pass of the layer each."""
+        output, position, length = self._take_in(state, context, embed)
+        plan = state.plan(tree, position.device)
         drafted = [self._choose(state, output, plan.levels[0])]
         written = 0
         for depth, level in enumerate(plan.levels[1:], start=1):
@@ -104,12 +99,47 @@ class UnrolledHead(DraftHead):
                 self._embed(embed, drafted[-1].index_select(0, level.query_tokens)),
             )
             size = x.shape[0]
-            query, key, value = self.layer.project(x, positions[-1:].expand(size) + depth)
+            query, key, value = self.layer.project(x, position.expand(size) + depth)
             state.write(length + written, key, value)
             written += size
             output = self.layer.finish(state.attend(query, length + written, level.mask), residual)
             drafted.append(self._choose(state, output, level))
         return Proposal(torch.cat(drafted)[None], tree)
+
+    def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
+        """See DraftHead: each level is one pass of the layer over the ``top_k`` nodes of the beam."""
+        output, position, length = self._take_in(state, context, embed)
+        tree = GrowingTree(growth.top_k, position.device)
+        tree.extend(*likeliest(state.unembed(self.readout(output)), growth.top_k))
+        own = torch.eye(growth.top_k, dtype=torch.bool, device=position.device)
+        ancestors = own
+        for depth in range(1, growth.depth):
+            x, residual = self.mix(
+                output.index_select(0, tree.origin), self._embed(embed, self.to_target_ids(tree.tokens))
+            )
+            query, key, value = self.layer.project(x, position.expand(growth.top_k) + depth)
+            filled = length + depth * growth.top_k
+            state.write(filled - growth.top_k, key, value)
+            mask = torch.cat([own.new_ones(growth.top_k, length), ancestors], dim=1)
+            output = self.layer.finish(state.attend(query, filled, mask), residual)
+            tree.extend(*likeliest(state.unembed(self.readout(output)), growth.top_k))
+            ancestors = torch.cat([ancestors.index_select(0, tree.origin), own], dim=1)
+        tokens, grown = tree.best(growth.total_tokens)
+        return Proposal(self.to_target_ids(tokens)[None], grown)
+
+    def _take_in(self, state: UnrollState, context: DraftContext, embed: Embed) -> tuple[Tensor, Tensor, int]:
+        """Adds the keys of the committed positions, from target features, so that drafted ones are overwritten.
+
+        Returns the layer's output ``[1, H]`` at the last of them, its position ``[1]``, and the number of rows filled.
+        """
+        start, count = context.start, context.next_tokens.shape[1]
+        positions = torch.arange(start, start + count, device=context.next_tokens.device)
+        x, residual = self.mix(self.seed(context.features), self._embed(embed, context.next_tokens[0]))
+        state.write(start, *self.layer.keys_values(x, positions))
+        length = start + count
+        query = self.layer.queries(x[-1:], positions[-1:])
+        output = self.layer.finish(state.attend(query, length, None), residual[-1:])
+        return output, positions[-1:], length
 
     def _choose(self, state: UnrollState, output: Tensor, level: TreeLevel) -> Tensor:
         """Target ids ``[n]`` of a level's nodes: the tokens of their ranks after their parents' outputs."""

@@ -7,13 +7,13 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, TargetSpec, Unembedding
 from specdraft.heads._config import HeadConfig
 from specdraft.heads._vocab import DraftVocab
@@ -65,8 +65,10 @@ class DraftHead(nn.Module, ABC):
 
     ``state_dict()`` holds the trained weights and the draft-vocabulary map only: the target's embedding and lm_head
     are passed in. ``forward`` is the training entry (the only one that DDP and FSDP see), ``propose`` the decoding one,
-    and both must give the same tokens for the same prefix.
+    and both must give the same tokens for the same prefix. ``grows``: the kind has ``grow``.
     """
+
+    grows: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig, spec: TargetSpec) -> None:
         super().__init__()
@@ -98,6 +100,20 @@ class DraftHead(nn.Module, ABC):
         ``tree`` is the tree of ``init_state`` or that tree truncated to a smaller depth of at least 1. Nothing is copied
         to the host. What an earlier call drafted and the target rejected leaves no trace.
         """
+
+    def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
+        """Like ``propose``, with a tree that this step's probabilities shape; of kinds that set ``grows``.
+
+        The state was made for ``growth.beams``; ``growth`` may be that growth cut to a smaller depth. Nothing is copied
+        to the host: the proposal's tree is a ``GrownTree``.
+
+        Raises:
+            ConfigError: the kind drafts fixed trees only.
+        """
+        raise ConfigError(
+            f"decode.dynamic_total_tokens: this kind of head drafts fixed trees only, got {self.config.kind}; "
+            "use decode.tree"
+        )
 
     def draft_unembedding(self, unembed: Unembedding) -> Unembedding:
         """The target's unembedding over the draft vocabulary; selected once per target weight, then kept."""

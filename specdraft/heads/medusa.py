@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, TargetSpec, Unembedding
 from specdraft.heads._config import HeadConfig
+from specdraft.heads._dynamic import GrowingTree, likeliest
 from specdraft.heads.base import DraftHead, register_head
 
 
@@ -56,6 +57,8 @@ class MedusaHead(DraftHead):
     U is the target's lm_head, or one per head. Source: Cai et al. 2024 (Medusa), section 3.1, equation 1.
     """
 
+    grows = True
+
     def __init__(self, config: MedusaConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec)
         self.blocks = nn.ModuleList(
@@ -94,16 +97,29 @@ class MedusaHead(DraftHead):
 
     def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
         """All depths from the last committed state; node of depth k and rank r is head k's r-th token."""
-        hidden = context.features.last_hidden[:, -1].to(self.dtype)
-        levels = tree.levels
-        drafted = torch.cat([block(hidden) for block in self.blocks[: len(levels)]])
-        if self.lm_heads:
-            logits = torch.cat([self._unembed(k, state.unembed)(drafted[k : k + 1]) for k in range(len(levels))])
-        else:
-            logits = state.unembed(drafted)
+        logits = self._logits(state, context, tree.max_depth)
         ranked = logits.topk(tree.max_rank + 1, dim=-1).indices if tree.max_rank else logits.argmax(-1, keepdim=True)
         depths, ranks = state.node_index(tree, logits.device)
         return Proposal(self.to_target_ids(ranked[depths, ranks])[None], tree)
+
+    def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
+        """The likeliest paths by the product of the heads' probabilities, which do not depend on each other."""
+        tokens, scores = likeliest(self._logits(state, context, growth.depth), growth.top_k)
+        tree = GrowingTree(growth.total_tokens, tokens.device)
+        for depth in range(growth.depth):
+            width = tree.tokens.numel() if depth else 1
+            tree.extend(tokens[depth].expand(width, -1), scores[depth].expand(width, -1))
+        chosen, grown = tree.best(growth.total_tokens)
+        return Proposal(self.to_target_ids(chosen)[None], grown)
+
+    def _logits(self, state: Any, context: DraftContext, count: int) -> Tensor:
+        """``[count, D]``: what the first ``count`` heads say after the last committed position."""
+        hidden = context.features.last_hidden[:, -1].to(self.dtype)
+        drafted = torch.cat([block(hidden) for block in self.blocks[:count]])
+        if self.lm_heads:
+            return torch.cat([self._unembed(k, state.unembed)(drafted[k : k + 1]) for k in range(count)])
+        logits: Tensor = state.unembed(drafted)
+        return logits
 
 
 # docs: end-head
