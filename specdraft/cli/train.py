@@ -138,6 +138,9 @@ def build_head(cfg: ExperimentRun, target: HFTarget, data: PreparedData, console
         )
     head.to(target.device)
     head.init_from_target(target.embed, target.unembedding)
+    started = head.init_layer(target.last_layer())
+    if started is not None:
+        console.print(started)
     return head
 
 

@@ -12,7 +12,7 @@ token at t + 1 are known, and the token at t + 2 is supervised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,11 @@ from torch import Tensor
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids ``[..., ]`` int64 -> embeddings ``[..., H]``, through the target's own embedding module."""
+
+
+DraftSampler = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Logits ``[m, D]`` and n -> ids ``[m, n]`` int64, drawn one after another without replacement, and the probabilities
+``[m, D]`` that the first of each row was drawn from (the others: from the same without those before them)."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,26 @@ class Unembedding:
 
 
 @dataclass(frozen=True)
+class LayerWeights:
+    """A Llama-style decoder layer without biases and the norm after the last layer, as a draft layer may start from.
+
+    q, k, v: ``[heads * head_dim, H]`` (k, v: of the key-value heads); o: ``[H, heads * head_dim]``; gate, up: ``[I, H]``;
+    down: ``[H, I]``; the norms, before attention, before the MLP and after the layer: ``[H]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    final_norm: Tensor
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """One padded batch of tokenised conversations, before the target saw it.
 
@@ -176,8 +201,13 @@ class DraftContext:
     Position p runs over ``start .. start + n - 1``. next_tokens: ``[1, n]`` int64, the tokens at p + 1; the last of them
     is emitted but not yet run through the target: the root of the draft tree. features: target states at p.
     The first call after ``begin`` carries the whole prompt.
+    new_ids: what the text has grown by, as the decoder has read it anyway: at the first call the prompt and the first
+    token (n + 1 ids, since the prompt's own first one is no ``next_tokens``), later the n ids of ``next_tokens``.
+    sampler: with what drafts are wanted to be drawn; None, or a proposer that cannot draw, gives its likeliest tokens.
     """
 
     next_tokens: Tensor
     features: Features
     start: int
+    new_ids: Sequence[int] = ()
+    sampler: DraftSampler | None = None

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdraft.core.types import TargetSpec
+from specdraft.core.types import LayerWeights, TargetSpec
+from specdraft.heads._config import DraftLayerConfig
 
 
 class RMSNorm(nn.Module):
@@ -80,13 +81,11 @@ class DraftLayer(nn.Module):
     Args of the constructor: ``input_size`` is the width of what is projected (H for EAGLE-1, 2H for EAGLE-3).
     """
 
-    def __init__(self, spec: TargetSpec, input_size: int, intermediate_size: int) -> None:
+    def __init__(self, spec: TargetSpec, config: DraftLayerConfig, input_size: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            spec.num_attention_heads,
-            spec.num_key_value_heads,
-            spec.head_dim,
-        )
+        intermediate_size = config.intermediate_size or spec.intermediate_size
+        self.num_heads, self.head_dim = spec.num_attention_heads, spec.head_dim
+        self.num_kv_heads = config.key_value_heads(spec)
         self.q_size = self.num_heads * self.head_dim
         self.kv_size = self.num_kv_heads * self.head_dim
         self.qkv_proj = nn.Linear(input_size, self.q_size + 2 * self.kv_size, bias=False)
@@ -95,6 +94,36 @@ class DraftLayer(nn.Module):
         self.gate_up_proj = nn.Linear(spec.hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, spec.hidden_size, bias=False)
         self.rotary = RotaryTable(spec)
+
+    @torch.no_grad()
+    def start_from(self, layer: LayerWeights, input_scale: Tensor) -> bool:
+        """Copies a target's layer; what is projected first is read from the last H columns of the input.
+
+        Args:
+            layer: of the same attention heads and widths; key-value heads are repeated where this layer has more.
+            input_scale: ``[H]``, multiplies the columns of the projections. The columns before them become 0: what
+                they read is learned.
+
+        Returns:
+            False, and nothing is copied, where the sizes differ.
+        """
+        kv_heads = layer.k.shape[0] // self.head_dim
+        if layer.gate.shape[0] != self.down_proj.in_features or self.num_kv_heads % kv_heads:
+            return False
+
+        def repeated(weight: Tensor) -> Tensor:
+            heads = weight.view(kv_heads, self.head_dim, -1)
+            return heads.repeat_interleave(self.num_kv_heads // kv_heads, 0).flatten(0, 1)
+
+        weight = self.qkv_proj.weight
+        projections = torch.cat([layer.q, repeated(layer.k), repeated(layer.v)]).to(weight.dtype)
+        weight.zero_()
+        weight[:, -projections.shape[1] :] = projections * input_scale.to(weight.dtype)
+        self.o_proj.weight.copy_(layer.o)
+        self.post_attention_layernorm.weight.copy_(layer.mlp_norm)
+        self.gate_up_proj.weight.copy_(torch.cat([layer.gate, layer.up]))
+        self.down_proj.weight.copy_(layer.down)
+        return True
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """``[M, input_size]`` at ``[M]`` -> rotated queries ``[M, heads, head_dim]``."""

@@ -43,3 +43,42 @@ class HeadConfig:
             ConfigError: the settings do not fit the target.
         """
         raise ConfigError(f"head.kind: names no head, got {self.kind!r}; choose one with head=<kind>")
+
+
+LAYER_INITS = ("auto", "target", "random")
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftLayerConfig(HeadConfig):
+    """Settings of the kinds that draft with a decoder layer of their own."""
+
+    intermediate_size: int | None = None
+    """Width of the MLP; null = the target's."""
+    num_key_value_heads: int | None = None
+    """Heads of keys and values; null = the target's. As many as its query heads give every head values of its own."""
+    layer_init: str = "auto"
+    """What the layer starts from: target = the target's last layer, random, or auto = the target's where it is built
+    like the draft layer (the log says which)."""
+
+    def __post_init__(self) -> None:
+        HeadConfig.__post_init__(self)
+        for name in ("intermediate_size", "num_key_value_heads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"head.{name}: must be positive or null, got {value}; use null")
+        if self.layer_init not in LAYER_INITS:
+            raise ConfigError(f"head.layer_init: unknown, got {self.layer_init!r}; use {', '.join(LAYER_INITS)}")
+
+    def key_value_heads(self, spec: TargetSpec) -> int:
+        """Heads of keys and values for a target.
+
+        Raises:
+            ConfigError: the target's query heads cannot share that many.
+        """
+        count = self.num_key_value_heads or spec.num_key_value_heads
+        if spec.num_attention_heads % count:
+            raise ConfigError(
+                f"head.num_key_value_heads: must divide the target's {spec.num_attention_heads} query heads, "
+                f"got {count}; use null or {spec.num_attention_heads}"
+            )
+        return count

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
-from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, TargetSpec, Unembedding
+from specdraft.core.types import (
+    DraftBatch,
+    DraftContext,
+    DraftStep,
+    Embed,
+    FeatureRequest,
+    LayerWeights,
+    TargetSpec,
+    Unembedding,
+)
 from specdraft.heads._config import HeadConfig
 from specdraft.heads._vocab import DraftVocab
 
@@ -125,6 +134,19 @@ class DraftHead(nn.Module, ABC):
 
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """Called once before training, after the draft vocabulary is set: copy what starts from the target's weights."""
+
+    def init_layer(self, layer: LayerWeights | None) -> str | None:
+        """Called after ``init_from_target``, with the target's last layer or None where that is no plain one.
+
+        A kind with a decoder layer of its own may start from it.
+
+        Returns:
+            A line for the log that says where the layer starts; None for kinds without one.
+
+        Raises:
+            ConfigError: the settings ask for the target's layer and it does not fit.
+        """
+        return None
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids -> target token ids, any shape, int64."""

@@ -8,27 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.types import FeatureRequest, Features, TargetSpec, Unembedding
+from specdraft.core.types import FeatureRequest, Features, LayerWeights, TargetSpec, Unembedding
 from specdraft.heads._blocks import DraftLayer
-from specdraft.heads._config import HeadConfig
+from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads.base import register_head
 
 
 @register_head("eagle")
 @dataclass(slots=True, kw_only=True)
-class EagleConfig(HeadConfig):
+class EagleConfig(DraftLayerConfig):
     """Settings of an EAGLE-1 head."""
 
     unroll_steps: int = 1
     """Depths trained on the head's own hidden states: 1 is EAGLE-1's paper, num_draft_tokens trains what is decoded."""
     input_noise: float = 0.1
     """Training adds uniform noise of [-input_noise, input_noise] to the target's features (paper, section 4.2)."""
-    intermediate_size: int | None = None
-    """Width of the MLP; null = the target's."""
 
     def __post_init__(self) -> None:
-        HeadConfig.__post_init__(self)
+        DraftLayerConfig.__post_init__(self)
         if not 1 <= self.unroll_steps <= self.num_draft_tokens:
             raise ConfigError(
                 f"head.unroll_steps: must lie in 1..head.num_draft_tokens ({self.num_draft_tokens}), "
@@ -36,10 +34,6 @@ class EagleConfig(HeadConfig):
             )
         if self.input_noise < 0:
             raise ConfigError(f"head.input_noise: must not be negative, got {self.input_noise}; use 0 for none")
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ConfigError(
-                f"head.intermediate_size: must be positive or null, got {self.intermediate_size}; use null"
-            )
 
     def build(self, spec: TargetSpec) -> EagleHead:
         """A head with random layer weights."""
@@ -57,11 +51,21 @@ class EagleHead(UnrolledHead):
         super().__init__(config, spec, config.unroll_steps)
         self.input_noise = config.input_noise
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
-        self.layer = DraftLayer(spec, spec.hidden_size, config.intermediate_size or spec.intermediate_size)
+        self.layer = DraftLayer(spec, config, spec.hidden_size)
 
     def features(self) -> FeatureRequest:
         """Only the last hidden state."""
         return FeatureRequest()
+
+    @torch.no_grad()
+    def start_layer(self, layer: LayerWeights) -> bool:
+        """The target's last layer over its own last hidden state, whose final norm the projections undo."""
+        if not self.layer.start_from(layer, layer.attention_norm / layer.final_norm):
+            return False
+        size = self.spec.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, size:].fill_diagonal_(1.0)
+        return True
 
     def seed(self, features: Features) -> Tensor:
         """The target's last hidden states, with noise in training so that the head bears its own errors."""

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.types import Embed, FeatureRequest, Features, TargetSpec, Unembedding
+from specdraft.core.types import Embed, FeatureRequest, Features, LayerWeights, TargetSpec, Unembedding
 from specdraft.heads._blocks import DraftLayer, RMSNorm
-from specdraft.heads._config import HeadConfig
+from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads.base import register_head
 
 
 @register_head("eagle3")
 @dataclass(slots=True, kw_only=True)
-class Eagle3Config(HeadConfig):
+class Eagle3Config(DraftLayerConfig):
     """Settings of an EAGLE-3 head. Its unroll in training (training-time test) has num_draft_tokens steps."""
 
     aux_layers: list[int] | None = None
@@ -25,19 +25,13 @@ class Eagle3Config(HeadConfig):
     the outputs of blocks {2, n/2, n-3} counted from 0."""
     norm_before_residual: bool = False
     """True: the residual is the normed hidden state (some published heads); False: the hidden state as it is."""
-    intermediate_size: int | None = None
-    """Width of the MLP; null = the target's."""
 
     def __post_init__(self) -> None:
-        HeadConfig.__post_init__(self)
+        DraftLayerConfig.__post_init__(self)
         layers = self.aux_layers
         if layers is not None and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
             raise ConfigError(
                 f"head.aux_layers: must be distinct indices from 0, got {layers}; use e.g. [3, 16, 28] or null"
-            )
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ConfigError(
-                f"head.intermediate_size: must be positive or null, got {self.intermediate_size}; use null"
             )
 
     def build(self, spec: TargetSpec) -> Eagle3Head:
@@ -76,7 +70,7 @@ class Eagle3Head(UnrolledHead):
         self.fc = nn.Linear(len(self.aux_layers) * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(size, spec.rms_norm_eps)
-        self.layer = DraftLayer(spec, 2 * size, config.intermediate_size or spec.intermediate_size)
+        self.layer = DraftLayer(spec, config, 2 * size)
         self.norm = RMSNorm(size, spec.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or spec.vocab_size, bias=False)
 
@@ -87,6 +81,17 @@ class Eagle3Head(UnrolledHead):
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """The lm_head starts as the target's rows of the draft vocabulary."""
         self.lm_head.weight.data.copy_(self.draft_unembedding(unembed).weight)
+
+    @torch.no_grad()
+    def start_layer(self, layer: LayerWeights) -> bool:
+        """The target's last layer over the last fused layer's hidden state: what is drafted first is x_{t+1} again."""
+        if not self.layer.start_from(layer, layer.attention_norm):
+            return False
+        size = self.spec.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -size:].fill_diagonal_(1.0)
+        self.norm.weight.copy_(layer.final_norm)
+        return True
 
     def seed(self, features: Features) -> Tensor:
         """The fused features."""

@@ -244,7 +244,7 @@ def replace_layers(layout: Layout) -> FastLayers:
             continue
         try:
             fast = FastLayer(layer, shared[kind])
-            if not _is_equal(fast):
+            if not is_equal(fast):
                 continue
         except (AttributeError, TypeError, RuntimeError):
             # The layer is built in another way, or does not take what a Llama layer takes.
@@ -278,6 +278,15 @@ def _decoder(layout: Layout, layers: list[FastLayer]) -> FastDecoder | None:
         return None
     close = (found - wanted).float().norm() <= TOLERANCE[wanted.dtype] * wanted.float().norm()
     return decoder if close else None
+
+
+def stand_alone(layer: nn.Module) -> FastLayer:
+    """A fast layer beside ``layer``, which stays as it is.
+
+    Raises:
+        AttributeError, TypeError: the layer has other parts.
+    """
+    return FastLayer(layer, _Forward())
 
 
 def _plain(module: nn.Module) -> nn.Linear:
@@ -321,7 +330,7 @@ class _Prefix:
 
 
 @torch.no_grad()
-def _is_equal(fast: FastLayer) -> bool:
+def is_equal(fast: FastLayer) -> bool:
     """Whether the fast way gives what the layer gives: for a tree after a prefix, one token after it, and a prompt."""
     weight = fast.qkv.weight
     dtype, device = weight.dtype, weight.device

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatch, Unembedding
+from specdraft.core.types import FeatureRequest, Features, LayerWeights, TargetSpec, TokenBatch, Unembedding
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.check import check_target
 from specdraft.targets.fast_path import FastLayers, cache_parameter, replace_layers
+from specdraft.targets.last_layer import last_layer_weights
 from specdraft.targets.layout import Layout, find_layout, text_config
 from specdraft.targets.loading import load_config, load_model, load_tokenizer, resolve_device, resolve_source
 from specdraft.targets.packing import PackedLinears, pack_linears
@@ -82,6 +83,10 @@ class HFTarget:
         if self.packed is None:
             self.fast_layers = replace_layers(self.layout)
             self.packed = pack_linears(self.model, self.fast_layers.linears, self.fast_layers.fused_away)
+
+    def last_layer(self) -> LayerWeights | None:
+        """The weights of the last layer; None where it is built in another way than a draft layer."""
+        return last_layer_weights(self.layout)
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[...]`` int64 -> ``[..., H]``: the target's embedding module and the scale its decoder applies."""
