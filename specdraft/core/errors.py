@@ -29,3 +29,7 @@ class ExportError(SpecDraftError):
 
 class UnsupportedTargetError(SpecDraftError):
     """The target has a property that specdraft cannot decode or train with correctly."""
+
+
+class DecodeError(SpecDraftError):
+    """A generation cannot go on: target or head gave numbers that are none."""

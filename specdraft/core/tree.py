@@ -202,7 +202,15 @@ class GrownTree:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens of one decoded row. tokens: ``[1, N]`` int64, node i of ``tree``; siblings hold distinct tokens."""
+    """Drafted tokens of one decoded row.
+
+    tokens: ``[1, N]`` int64, node i of ``tree``; siblings hold distinct tokens, unless they were drawn from fewer than
+    there are. probs: ``[Q, V]``, for each of the Q rows with children (the root first, then the nodes in order) the
+    probabilities that the children were drawn from, by rank and without replacement; None = they were not drawn, but are
+    decided by what was written before. finite: 0-d bool, whether the numbers behind the draft are; None = not looked at.
+    """
 
     tokens: Tensor
     tree: DraftTree | GrownTree
+    probs: Tensor | None = None
+    finite: Tensor | None = None

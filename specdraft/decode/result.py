@@ -40,13 +40,19 @@ class DecodeResult:
     accepted_tokens: int = 0
     """Drafted tokens that were emitted: the sum of ``accepted_per_depth``."""
     finish_reason: str = ""
-    """eos, length (max_new_tokens) or context (the target's last position); empty while decoding runs."""
+    """eos, stop (a stop text), length (max_new_tokens) or context (the target's last position); empty while decoding
+    runs."""
     time_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Milliseconds of the host: prefill, target (forward and logits), draft, verify (acceptance, the copy to the host,
     the cache), other. Time between steps of a stream is not ours and not in it. An accelerator works behind the host,
     so there the wait for it shows in verify."""
     first_margins: list[float] = field(default_factory=list)
     """With ``trace``: for every token of ``tokens``, how far the target's best logit was above the second best."""
+
+    verifier: str | None = None
+    """The rule by which drafts were accepted; None without a proposer."""
+    lossless: bool = True
+    """False: drafts were accepted by a rule that changes the distribution of the text (``typical``)."""
 
     @property
     def step_tokens(self) -> int:

@@ -1,27 +1,195 @@
-"""Which drafted tokens the target accepts. Pure functions on any tree, without copies to the host."""
+"""Which drafted tokens are accepted. Pure functions on any tree, without copies to the host.
+
+Row 0 is the root, row i + 1 the drafted node i, as in ``TreePlan``. ``probs`` are the target's: row i is what plain
+sampling draws the token after row i from. ``drafted`` are the proposer's: row i is what the children of row i were drawn
+from, one after another, each without those before it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
+from specdraft.core.errors import ConfigError
+from specdraft.core.tree import DraftTree
 from specdraft.decode.plan import TreePlan
 
 
 def accept_greedy(plan: TreePlan, tokens: Tensor, choices: Tensor) -> Tensor:
-    """The deepest row whose whole path repeats the target's own most likely tokens.
+    """The deepest row whose whole path repeats the target's choices.
 
     A node is accepted when it holds its parent's choice and its parent is accepted, so with distinct siblings the
-    accepted nodes are one path, and decoding with it gives exactly the target's greedy text.
-    Source: Leviathan et al. 2023, algorithm 1 at temperature 0; for trees Miao et al. 2024 (SpecInfer), algorithm 2.
+    accepted nodes are one path. With the most likely tokens as choices this is greedy decoding, exactly. With choices
+    drawn from the target's distribution it is the rule for drafts that were not drawn (a point mass each): a child x is
+    accepted with probability p(x), and what is emitted has the distribution p whichever children there are.
+    Source: Leviathan et al. 2023, algorithm 1; for trees Miao et al. 2024 (SpecInfer), algorithm 2.
 
     Args:
         plan: the tree with its root.
         tokens: ``[N+1]`` int64, the root's token and the drafted ones.
-        choices: ``[N+1]`` int64, the target's most likely token after each row.
+        choices: ``[N+1]`` int64, the target's token after each row.
 
     Returns:
         0-d int64: the accepted row, 0 when only the root stands. ``choices[row]`` is the bonus token.
     """
-    agrees = tokens == choices[plan.parents]
+    return _deepest(plan, tokens == choices[plan.parents])
+
+
+def _deepest(plan: TreePlan, agrees: Tensor) -> Tensor:
+    """The deepest row all of whose path ``agrees`` (``[N+1]`` bool; the root counts as agreeing)."""
     accepted = (agrees | plan.unrelated).all(dim=-1)
     return (accepted * plan.ranking).argmax()
+
+
+@dataclass(frozen=True)
+class Odds:
+    """How a rule decides, before anything is drawn.
+
+    accept: ``[N+1]``, the probability with which a row is accepted; what it is conditional on is the rule's. Row 0: 1.
+    rest: ``[N+1, V]`` weights, not normalised: the token after a row is drawn from them when the row is the last one.
+    """
+
+    accept: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Siblings:
+    """Who is whose child in a tree of drawn tokens.
+
+    rounds: for r = 0, 1, ... the rows that have an r-th child, and that child, int64 each: what is decided side by side.
+    elder: ``[N+1, N+1]`` bool, True where the column is an elder sibling of the row.
+    source: ``[N+1]`` int64: the place of a row among the rows with children, 0 for the others.
+    """
+
+    rounds: list[tuple[Tensor, Tensor]]
+    elder: Tensor
+    source: Tensor
+
+
+@lru_cache(maxsize=64)
+def siblings_of(tree: DraftTree, device: torch.device) -> Siblings:
+    """The tables of a tree.
+
+    Raises:
+        ConfigError: the ranks of some siblings are not 0, 1, 2, ... in this order: what was drawn between them is unknown.
+    """
+    children: dict[int, list[int]] = {}
+    for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+        known = children.setdefault(parent + 1, [])
+        if rank != len(known):
+            raise ConfigError(
+                f"decode.tree: the ranks of siblings must be 0, 1, 2, ... where drafts are drawn, got {rank} in place of "
+                f"{len(known)}; add the missing paths or use decode.verifier=point_mass"
+            )
+        known.append(node + 1)
+    size = len(tree) + 1
+    elder = torch.zeros(size, size, dtype=torch.bool)
+    source = torch.zeros(size, dtype=torch.int64)
+    for place, row in enumerate(sorted(children)):
+        source[row] = place
+        for i, child in enumerate(children[row]):
+            elder[child, children[row][:i]] = True
+    rounds = []
+    for r in range(max(map(len, children.values()), default=0)):
+        pairs = [(row, known[r]) for row, known in sorted(children.items()) if len(known) > r]
+        parents, nodes = zip(*pairs, strict=True)
+        rounds.append((torch.tensor(parents, device=device), torch.tensor(nodes, device=device)))
+    return Siblings(rounds, elder.to(device), source.to(device))
+
+
+def sibling_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
+    """Speculative sampling of a chain, and sampling without replacement on a tree.
+
+    ``accept`` is conditional on the parent being accepted and the elder siblings being rejected. With R = p and D = q at
+    the start, sibling x is accepted with probability min(1, R(x) / D(x)); a rejection makes R the positive part of R - D
+    and takes x out of D, both normalised. A sibling that D no longer contains was not drawn: it counts as a point mass.
+    Source: Leviathan et al. 2023 and Chen et al. 2023 for one child; Chen et al. 2024 (Sequoia), algorithm 2.
+
+    Args:
+        siblings: of the tree.
+        tokens: ``[N+1]`` int64.
+        probs: ``[N+1, V]``.
+        drafted: ``[N+1, V]``; rows without children are not read.
+    """
+    accept = torch.ones_like(probs[:, 0])
+    rest, left = probs.clone(), drafted
+    for parents, children in siblings.rounds:
+        own, proposed = rest[parents], left[parents]
+        chosen = tokens[children][:, None]
+        mass = proposed.sum(dim=-1, keepdim=True)
+        point = torch.zeros_like(proposed).scatter_(1, chosen, 1.0)
+        proposed = torch.where(mass > 0, proposed / mass, point)
+        offered, wanted = proposed.gather(1, chosen)[:, 0], own.gather(1, chosen)[:, 0]
+        accept[children] = torch.where(wanted >= offered, 1.0, wanted / offered)
+        reduced = (own - proposed).clamp_min(0.0)
+        total = reduced.sum(dim=-1, keepdim=True)
+        # Nothing remains only where p equals q, and there nothing is rejected.
+        rest = rest.index_copy(0, parents, torch.where(total > 0, reduced / total, own))
+        left = left.index_copy(0, parents, proposed.scatter(1, chosen, 0.0))
+    return Odds(accept, rest)
+
+
+def take_siblings(plan: TreePlan, siblings: Siblings, accept: Tensor, uniform: Tensor) -> Tensor:
+    """The row that ``sibling_odds`` leads to. uniform: ``[N+1]`` in [0, 1). Returns 0-d int64."""
+    passes = uniform < accept
+    elder_passes = (siblings.elder & passes).any(dim=-1)
+    return _deepest(plan, passes & ~elder_passes)
+
+
+def block_odds(tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
+    """Block verification of a chain: accepts on average no fewer tokens than the rule token by token.
+
+    ``accept[i]`` is the probability that a number drawn for row i alone lets the draft stand up to there; the last such
+    row is taken. Source: Sun et al. 2024, "Block verification accelerates speculative decoding", algorithm 2.
+
+    Args:
+        tokens: ``[K+1]`` int64, the root and the chain.
+        probs: ``[K+1, V]``.
+        drafted: ``[K+1, V]``; the last row is not read.
+    """
+    depth = tokens.numel() - 1
+    drafted = torch.cat([drafted[:depth], torch.zeros_like(drafted[:1])])
+    following = tokens[1:, None]
+    ratio = (probs[:depth].gather(1, following) / drafted[:depth].gather(1, following))[:, 0]
+    kept = [torch.ones_like(ratio[0])]
+    for i in range(depth):
+        kept.append((kept[-1] * ratio[i]).clamp_max(1.0))
+    stands = torch.stack(kept)
+    rest = (stands[:, None] * probs - drafted).clamp_min(0.0)
+    surplus = rest.sum(dim=-1)
+    missing = surplus + 1.0 - stands
+    accept = torch.where(missing > 0, surplus / missing, 0.0)
+    accept[0] = 1.0
+    accept[depth] = stands[depth]
+    empty = surplus <= 0
+    return Odds(accept, torch.where(empty[:, None], probs, rest))
+
+
+def take_last(accept: Tensor, uniform: Tensor) -> Tensor:
+    """The row that ``block_odds`` leads to. uniform: ``[K+1]`` in [0, 1). Returns 0-d int64."""
+    rows = torch.arange(accept.numel(), device=accept.device)
+    passes = uniform < accept
+    return (passes * rows).amax()
+
+
+def accept_typical(plan: TreePlan, tokens: Tensor, probs: Tensor, epsilon: float, delta: float) -> Tensor:
+    """Medusa's typical acceptance: the longest path of tokens that are likely enough. The text's distribution changes.
+
+    A token is accepted when p(x) > min(epsilon, delta exp(-H(p))), H the entropy of p; of paths of one length the most
+    likely is taken. Source: Cai et al. 2024 (Medusa), section 3.3, without its greedy first token: the bonus token is
+    drawn.
+
+    Returns:
+        0-d int64: the accepted row.
+    """
+    entropy = -(probs * (probs + 1e-5).log()).sum(dim=-1)
+    threshold = (delta * (-entropy).exp()).clamp_max(epsilon)
+    likelihood = probs[plan.parents].gather(1, tokens[:, None])[:, 0]
+    accepted = ((likelihood > threshold[plan.parents]) | plan.unrelated).all(dim=-1)
+    longest = (accepted * plan.ranking).amax()
+    logs = torch.where(plan.unrelated, 0.0, likelihood.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(dim=-1)
+    return torch.where(accepted & (plan.ranking == longest), logs, -torch.inf).argmax()
