@@ -80,9 +80,16 @@ class UnrolledHead(DraftHead):
 
     def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """See DraftHead: ``unroll_steps`` steps, step s has offset s + 2."""
+        return self._unroll(batch, embed, unembed, self.unroll_steps)
+
+    def draft_steps(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
+        """See DraftHead: the unroll to the depth of decoding."""
+        return self._unroll(batch, embed, unembed, self.config.num_draft_tokens)
+
+    def _unroll(self, batch: DraftBatch, embed: Embed, unembed: Unembedding, num_steps: int) -> list[DraftStep]:
         ids = batch.input_ids.flatten()
         last = ids.numel() - 1
-        self.layer.rotary.reserve(batch.input_ids.shape[1] + self.unroll_steps)
+        self.layer.rotary.reserve(batch.input_ids.shape[1] + num_steps)
         positions = batch.position_ids.flatten()
         # The token after the end of a row is read from the next row; only keys no anchor sees come from it.
         x, residual = self.mix(self.seed(batch.features), self._embed(embed, ids.roll(-1)))
@@ -94,7 +101,7 @@ class UnrolledHead(DraftHead):
         attention = AnchorAttention(keys, values, layout)
         output = self.layer.finish(attention(query), residual)
         steps = [DraftStep(self.readout(output), 2, self.unembedding(unembed))]
-        for s in range(1, self.unroll_steps):
+        for s in range(1, num_steps):
             tokens = ids[(anchors + 1 + s).clamp(max=last)]
             x, residual = self.mix(output, self._embed(embed, tokens))
             query, key, value = self.layer.project(x, anchor_positions + s)
@@ -164,10 +171,11 @@ class UnrolledHead(DraftHead):
         start, count = context.start, context.next_tokens.shape[1]
         positions = torch.arange(start, start + count, device=context.next_tokens.device)
         x, residual = self.mix(self.seed(context.features), self._embed(embed, context.next_tokens[0]))
-        state.write(start, *self.layer.keys_values(x, positions))
+        # One product for all three, though only the last row's query is used: it goes through the packed weight.
+        query, *kept = self.layer.project(x, positions)
+        state.write(start, *kept)
         length = start + count
-        query = self.layer.queries(x[-1:], positions[-1:])
-        output = self.layer.finish(state.attend(query, length, None), residual[-1:])
+        output = self.layer.finish(state.attend(query[-1:], length, None), residual[-1:])
         return output, positions[-1:], length
 
     def _choose(self, state: UnrollState, output: Tensor, level: TreeLevel) -> Tensor:

@@ -94,6 +94,11 @@ class DraftHead(nn.Module, ABC):
     def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """Every draft depth at every anchor: K steps of hidden ``[N, H']`` with offsets 2, 3, ..., K + 1."""
 
+    def draft_steps(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
+        """All K depths that decoding drafts, each given the text's own tokens before it; ``forward`` may train fewer."""
+        steps: list[DraftStep] = self(batch, embed, unembed)
+        return steps
+
     @abstractmethod
     def init_state(self, max_length: int, tree: DraftTree, unembed: Unembedding) -> Any:
         """State of one decoded row of at most ``max_length`` positions that drafts ``tree``; opaque to the decoder.
@@ -126,11 +131,17 @@ class DraftHead(nn.Module, ABC):
 
     def draft_unembedding(self, unembed: Unembedding) -> Unembedding:
         """The target's unembedding over the draft vocabulary; selected once per target weight, then kept."""
+        if self._selected is not None and self._selected[0] is unembed.weight:
+            return self._selected[1]
         if self.vocab is None:
             return unembed
-        if self._selected is None or self._selected[0] is not unembed.weight:
-            self._selected = (unembed.weight, unembed.select(self.vocab.draft_token_ids()))
+        self._selected = (unembed.weight, unembed.select(self.vocab.draft_token_ids()))
         return self._selected[1]
+
+    def prepare_unembedding(self, unembed: Unembedding, prepare: Callable[[Unembedding], Unembedding]) -> None:
+        """Makes ``draft_unembedding`` of this ``unembed`` give what ``prepare`` makes of it: a faster one of the same map."""
+        self._selected = None
+        self._selected = (unembed.weight, prepare(self.draft_unembedding(unembed)))
 
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """Called once before training, after the draft vocabulary is set: copy what starts from the target's weights."""
@@ -171,8 +182,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+        """Parameters, all of them trained."""
+        return sum(p.numel() for p in self.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
