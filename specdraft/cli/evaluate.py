@@ -18,6 +18,7 @@ def run(cfg: EvalRun) -> None:
         ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
     """
     from specdraft.data.sources import file_sha256
+    from specdraft.decode.proposers import head_dtype
     from specdraft.eval.acceptance import evaluate_head
     from specdraft.eval.prompts import load_sets
     from specdraft.eval.report import print_results, report_console, write_results
@@ -30,7 +31,7 @@ def run(cfg: EvalRun) -> None:
     prompt_sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
     measured = replace(cfg.target, dtype=cfg.eval.dtype or cfg.target.dtype)
     target = load_target(target_of_head(measured, read_head_config(folder)))
-    head = load_head(folder, device=target.device, dtype=target.dtype)
+    head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
     check_head_matches(head, target.spec)
     console = report_console()
     results = evaluate_head(

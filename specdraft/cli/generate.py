@@ -45,7 +45,7 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     """The target and a decoder with the head, or a plain one without."""
     from specdraft.cli.evaluate import target_of_head
     from specdraft.decode.engine import SpeculativeDecoder
-    from specdraft.decode.proposers import HeadProposer, draft_tree
+    from specdraft.decode.proposers import HeadProposer, draft_tree, head_dtype
     from specdraft.heads.storage import check_head_matches, load_head, read_head_config, resolve_head
     from specdraft.targets.hf import load_target
 
@@ -54,7 +54,7 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
         return target, SpeculativeDecoder(target)
     folder = resolve_head(cfg.head.path, cfg.head.revision)
     target = load_target(target_of_head(cfg.target, read_head_config(folder)))
-    head = load_head(folder, device=target.device, dtype=target.dtype)
+    head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target)).requires_grad_(False)
     check_head_matches(head, target.spec)
     tree = draft_tree(cfg.decode, head.config.num_draft_tokens)
     return target, SpeculativeDecoder(target, HeadProposer(head, target, tree))

@@ -66,7 +66,8 @@ def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
         key: getattr(cfg.eval, key) for key in ("turns", "repeats", "bootstrap_samples", "seed")
     }
     shape = draft_tree(cfg.decode, cfg.head.num_draft_tokens)
-    settings |= {"dtype": cfg.eval.dtype or cfg.target.dtype, "tree": cfg.decode.tree}
+    dtype = cfg.eval.dtype or cfg.target.dtype
+    settings |= {"dtype": dtype, "head_dtype": cfg.decode.head_dtype or dtype, "tree": cfg.decode.tree}
     settings |= {
         "num_draft_tokens": shape.max_depth,
         "dynamic": asdict(shape) if isinstance(shape, TreeGrowth) else None,

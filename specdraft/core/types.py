@@ -87,15 +87,19 @@ class Unembedding:
     weight: ``[V, H]`` (``[D, H]`` after ``select``); bias: ``[V]`` or None; scale multiplies the logits (Cohere's
     ``logit_scale``, one over Granite's ``logits_scaling``); softcap c applies ``c * tanh(x / c)`` (Gemma 2).
     It is data rather than a module so that a loss can work on a slice of the vocabulary and of the rows at a time.
+    product: computes ``h W^T + b`` with a faster kernel, for decoding; None = the plain product.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    product: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` -> ``[..., V]`` in the dtype of ``hidden`` (of autocast, inside it)."""
+        if self.product is not None:
+            return self.finish(self.product(hidden))
         return self.finish(torch.nn.functional.linear(hidden, self.weight, self.bias))
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -109,7 +113,14 @@ class Unembedding:
     def select(self, token_ids: Tensor) -> Unembedding:
         """The same map onto the tokens ``token_ids`` (``[D]`` int64) only."""
         bias = None if self.bias is None else self.bias.index_select(0, token_ids)
-        return replace(self, weight=self.weight.index_select(0, token_ids), bias=bias)
+        return replace(self, weight=self.weight.index_select(0, token_ids), bias=bias, product=None)
+
+    def to(self, dtype: torch.dtype) -> Unembedding:
+        """The same map with weights of another dtype."""
+        if self.weight.dtype is dtype:
+            return self
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, weight=self.weight.to(dtype), bias=bias, product=None)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from specdraft.core.errors import ConfigError
 
 MAX_NODES = 512
 DYNAMIC_TOP_K = 8
+HEAD_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class DecodeConfig:
     """Levels of a grown tree; null = the depth the head was trained for."""
     dynamic_top_k: int | None = None
     """Nodes continued at each level of a grown tree, and continuations of each; null = 8."""
+    head_dtype: str | None = None
+    """Dtype of the head: null = the target's. bfloat16 halves what a draft reads beside a float32 target; the text stays
+    the target's own, since a head only proposes."""
     max_new_tokens: int = 128
     """Tokens generated at most, the end-of-text token included."""
     ignore_eos: bool = False
@@ -38,6 +42,10 @@ class DecodeConfig:
             )
         if self.max_new_tokens < 1:
             raise ConfigError(f"decode.max_new_tokens: must be at least 1, got {self.max_new_tokens}; use e.g. 128")
+        if self.head_dtype not in (None, *HEAD_DTYPES):
+            raise ConfigError(
+                f"decode.head_dtype: unknown, got {self.head_dtype!r}; use null or {', '.join(HEAD_DTYPES)}"
+            )
         self._check_dynamic()
         if self.tree is None:
             return

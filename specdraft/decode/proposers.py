@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
+
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
-from specdraft.core.types import DraftContext, FeatureRequest
+from specdraft.core.types import DraftContext, FeatureRequest, Unembedding
 from specdraft.decode._config import DYNAMIC_TOP_K, DecodeConfig
 from specdraft.heads.base import DraftHead
 from specdraft.targets.base import Target
+from specdraft.targets.packing import pack_linears, pack_unembedding
 
 
 class Proposer(Protocol):
@@ -39,6 +42,8 @@ class Proposer(Protocol):
 class HeadProposer:
     """A draft head as a proposer over a fixed tree, or over a tree grown anew at every step.
 
+    On the CPU a frozen head's weights are packed for products of few rows; they must not change from then on.
+
     Raises:
         ConfigError: the head cannot draft this shape.
     """
@@ -48,11 +53,18 @@ class HeadProposer:
         self.target = target
         self.shape = DraftTree.chain(head.config.num_draft_tokens) if shape is None else shape
         check_shape(head, self.shape)
+        head.prepare_unembedding(target.unembedding, self._prepare)
+        if not any(parameter.requires_grad for parameter in head.parameters()):
+            pack_linears(head)
         if isinstance(self.shape, TreeGrowth):
             self.tree = self.shape.largest
         else:
             self.tree = self.shape
             self._trees = [self.tree.truncate(depth) for depth in range(1, self.tree.max_depth)] + [self.tree]
+
+    def _prepare(self, unembed: Unembedding) -> Unembedding:
+        """The target's rows as the head multiplies by them: in its dtype, packed if the target has not done so."""
+        return pack_unembedding(unembed.to(self.head.dtype))
 
     def features(self) -> FeatureRequest:
         """What the head asks for."""
@@ -69,6 +81,12 @@ class HeadProposer:
             return self.head.grow(state, context, self.target.embed, self.shape.cut(max_depth))
         tree = self._trees[min(max_depth, len(self._trees)) - 1]
         return self.head.propose(state, context, self.target.embed, tree)
+
+
+def head_dtype(config: DecodeConfig, target: Target) -> torch.dtype:
+    """The dtype that the settings want a head in."""
+    dtype: torch.dtype = target.dtype if config.head_dtype is None else getattr(torch, config.head_dtype)
+    return dtype
 
 
 def draft_tree(config: DecodeConfig, num_draft_tokens: int) -> DraftTree | TreeGrowth:

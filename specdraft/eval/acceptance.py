@@ -66,7 +66,7 @@ def measure_acceptance(
         tree: shape of the drafts; None = a chain of the head's depth.
         max_new_tokens: per prompt.
     """
-    copy = head.config.build(head.spec).to(device=target.device, dtype=target.dtype).eval()
+    copy = head.config.build(head.spec).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     copy.load_state_dict(head.state_dict())
     tree = tree or DraftTree.chain(head.config.num_draft_tokens)
     decoder = SpeculativeDecoder(target, HeadProposer(copy, target, tree))
@@ -99,7 +99,7 @@ def evaluate_head(
 
     Args:
         target: with its tokenizer; decoded both ways.
-        head: in the target's dtype, on its device; put in eval mode.
+        head: in the dtype of ``decode.head_dtype``, on the target's device; put in eval mode and frozen.
         prompt_sets: name -> prompts, at least one set.
         decode: shape and length of drafts and answers.
         config: repetitions and intervals.
@@ -112,7 +112,7 @@ def evaluate_head(
     """
     if target.tokenizer is None:
         raise DataError("target.name: has no tokenizer, got a bare model; give one with a chat template")
-    head.eval()
+    head.eval().requires_grad_(False)
     renderer = ChatRenderer(target.tokenizer)
     tree = draft_tree(decode, head.config.num_draft_tokens)
     session = _Session(
@@ -281,6 +281,7 @@ def _decode_settings(
         "dynamic": asdict(tree) if isinstance(tree, TreeGrowth) else None,
         "batch_size": 1,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "head_dtype": decode.head_dtype or str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
         "max_new_tokens": decode.max_new_tokens,
         "ignore_eos": decode.ignore_eos,

@@ -113,4 +113,4 @@ class Eagle3Head(UnrolledHead):
 
     def unembedding(self, unembed: Unembedding) -> Unembedding:
         """The head's own lm_head, finished (scaled, soft-capped) as the target's logits are."""
-        return Unembedding(self.lm_head.weight, None, unembed.scale, unembed.softcap)
+        return Unembedding(self.lm_head.weight, None, unembed.scale, unembed.softcap, self.lm_head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,6 +84,8 @@ class HFTarget:
         if self.packed is None:
             self.fast_layers = replace_layers(self.layout)
             self.packed = pack_linears(self.model, self.fast_layers.linears, self.fast_layers.fused_away)
+            if type(self.layout.lm_head) is nn.Linear:
+                self.unembedding = replace(self.unembedding, product=self.layout.lm_head)
 
     def last_layer(self) -> LayerWeights | None:
         """The weights of the last layer; None where it is built in another way than a draft layer."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from specdraft.core.types import Unembedding
 
 Product = Callable[[Tensor, Tensor, "Tensor | None", int], Tensor]
 """(x, weight, bias, rows) -> ``x W^T + b`` with a weight packed beforehand."""
@@ -93,6 +95,19 @@ class _PackedForward:
         ):
             return self.product(x, weight, bias, rows)
         return F.linear(x, weight, bias)
+
+
+def pack_unembedding(unembed: Unembedding) -> Unembedding:
+    """The same map with a packed weight where there is a kernel for it; a frozen weight on the CPU, which stays as it is."""
+    kernel = _kernels().get(unembed.weight.dtype) if unembed.weight.device.type == "cpu" else None
+    if kernel is None or unembed.product is not None:
+        return unembed
+    size, width = unembed.weight.shape
+    linear = nn.Linear(width, size, bias=unembed.bias is not None, device="meta")
+    linear.weight = nn.Parameter(unembed.weight.detach(), requires_grad=False)
+    if unembed.bias is not None:
+        linear.bias = nn.Parameter(unembed.bias.detach(), requires_grad=False)
+    return replace(unembed, product=_PackedForward(linear, kernel))
 
 
 class PackedLinears:

@@ -1,0 +1,64 @@
+"""Heads of another dtype than the target's, and frozen heads with packed weights: the text stays the target's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdraft.core.tree import DraftTree
+from specdraft.decode._config import DecodeConfig
+from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.decode.proposers import HeadProposer, head_dtype
+from specdraft.heads.base import DraftHead, head_config, head_kinds
+from specdraft.targets.hf import HFTarget
+from tests.tiny import tiny_target
+
+PROMPT = [1, 5, 9, 13, 17, 21]
+TREE = DraftTree.from_paths([[0], [1], [0, 0], [0, 1]])
+
+
+def make_head(target: HFTarget, kind: str, draft_vocab_size: int | None) -> DraftHead:
+    torch.manual_seed(0)
+    settings = {"num_draft_tokens": 2, "draft_vocab_size": draft_vocab_size}
+    head = head_config(kind, settings).build(target.spec)
+    if head.vocab is not None:
+        head.vocab.set_tokens(range(0, 2 * head.vocab.d2t.numel(), 2))
+    head.init_from_target(target.embed, target.unembedding)
+    head.init_layer(target.last_layer())
+    return head.eval()
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize("kind", head_kinds())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_head_drafts_what_a_plain_one_drafts(
+    kind: str, dtype: torch.dtype, draft_vocab_size: int | None
+) -> None:
+    target = tiny_target("llama")
+    plain = SpeculativeDecoder(target).generate(PROMPT, 40, ignore_eos=True)
+    results = []
+    for frozen in (False, True):
+        head = make_head(target, kind, draft_vocab_size).to(dtype).requires_grad_(not frozen)
+        decoder = SpeculativeDecoder(target, HeadProposer(head, target, TREE))
+        results.append(decoder.generate(PROMPT, 40, ignore_eos=True))
+        assert results[-1].tokens == plain.tokens
+    # bfloat16 kernels differ in the order of their sums, so a near-tie may fall the other way.
+    slack = 0 if dtype is torch.float32 else 3
+    assert abs(results[0].accepted_tokens - results[1].accepted_tokens) <= slack
+
+
+@pytest.mark.parametrize("kind", head_kinds())
+def test_a_new_proposer_takes_the_rows_in_the_heads_dtype(kind: str) -> None:
+    """The rows kept for one dtype are not used for another."""
+    target = tiny_target("llama")
+    head = make_head(target, kind, 40).requires_grad_(False)
+    for dtype in (torch.float32, torch.bfloat16):
+        head = head.to(dtype)
+        HeadProposer(head, target, TREE)
+        assert head.draft_unembedding(target.unembedding).weight.dtype is dtype
+
+
+def test_the_setting_names_a_dtype() -> None:
+    target = tiny_target("llama")
+    assert head_dtype(DecodeConfig(), target) is torch.float32
+    assert head_dtype(DecodeConfig(head_dtype="bfloat16"), target) is torch.bfloat16
