@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, Unembedding
+from specdraft.heads._dynamic import GrowingTree, likeliest
 from specdraft.heads._unroll import TreeLevel, TreePlan
 from specdraft.heads.base import DraftHead
 
@@ -21,6 +22,8 @@ class SequentialHead(DraftHead):
     Paths of a tree share nothing but s_0, so a level of a tree is a batch of rows. At depth k (from 0) the token that
     goes in is the one at offset k + 1 and the one predicted that at offset k + 2.
     """
+
+    grows = True
 
     def features(self) -> FeatureRequest:
         """Only the last hidden state."""
@@ -71,6 +74,18 @@ class SequentialHead(DraftHead):
             path, hidden = self.advance(depth, path, tokens, embed)
             drafted.append(self._choose(state.unembeds[depth](hidden), level))
         return Proposal(torch.cat(drafted)[None], tree)
+
+    def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
+        """See DraftHead: each level is one row per node of the beam, at most ``top_k``."""
+        path, tokens = self.begin(state, context), context.next_tokens[0, -1:]
+        tree = GrowingTree(growth.top_k, tokens.device)
+        for depth in range(growth.depth):
+            if depth:
+                path, tokens = path.index_select(0, tree.origin), self.to_target_ids(tree.tokens)
+            path, hidden = self.advance(depth, path, tokens, embed)
+            tree.extend(*likeliest(state.unembeds[depth](hidden), growth.top_k))
+        drafted, grown = tree.best(growth.total_tokens)
+        return Proposal(self.to_target_ids(drafted)[None], grown)
 
     def _choose(self, logits: Tensor, level: TreeLevel) -> Tensor:
         """Target ids ``[n]`` of a level's nodes, given the logits ``[m, D]`` after their parents."""
