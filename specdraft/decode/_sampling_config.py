@@ -60,7 +60,7 @@ class SamplingConfig:
         self._check_words()
         self._check_verifier()
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"decode.seed: must lie in 0..2^63-1, got {self.seed}; use e.g. 0")
+            raise ConfigError(f"sampling.seed: must lie in 0..2^63-1, got {self.seed}; use e.g. 0")
 
     @property
     def is_greedy(self) -> bool:
@@ -103,27 +103,27 @@ class SamplingConfig:
 
     def _check_distribution(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
-            raise ConfigError(f"decode.temperature: must lie in 0..100, got {self.temperature}; use e.g. 1.0")
+            raise ConfigError(f"sampling.temperature: must lie in 0..100, got {self.temperature}; use e.g. 1.0")
         if 0.0 < self.temperature < 1e-3:
-            raise ConfigError(f"decode.temperature: too small to divide by, got {self.temperature}; use 0 for greedy")
+            raise ConfigError(f"sampling.temperature: too small to divide by, got {self.temperature}; use 0 for greedy")
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"decode.top_k: must be at least 1, got {self.top_k}; use null for all tokens")
+            raise ConfigError(f"sampling.top_k: must be at least 1, got {self.top_k}; use null for all tokens")
         for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
             if value is not None and not 0.0 < value <= 1.0:
                 raise ConfigError(
-                    f"decode.{name}: must lie above 0 and at most 1, got {value}; use null for all tokens"
+                    f"sampling.{name}: must lie above 0 and at most 1, got {value}; use null for all tokens"
                 )
         if self.is_greedy:
             for name, value in (("top_k", self.top_k), ("top_p", self.top_p), ("min_p", self.min_p)):
                 if value is not None:
                     raise ConfigError(
-                        f"decode.{name}: has no effect at temperature 0, got {value}; set decode.temperature or use null"
+                        f"sampling.{name}: has no effect at temperature 0, got {value}; set sampling.temperature or use null"
                     )
 
     def _check_penalties(self) -> None:
         if not 0.0 < self.repetition_penalty <= 100.0:
             raise ConfigError(
-                f"decode.repetition_penalty: must lie above 0 and at most 100, got {self.repetition_penalty}; "
+                f"sampling.repetition_penalty: must lie above 0 and at most 100, got {self.repetition_penalty}; "
                 "use 1.0 for none"
             )
         for name, value in (
@@ -131,48 +131,50 @@ class SamplingConfig:
             ("frequency_penalty", self.frequency_penalty),
         ):
             if not -2.0 <= value <= 2.0:
-                raise ConfigError(f"decode.{name}: must lie in -2..2, got {value}; use 0 for none")
+                raise ConfigError(f"sampling.{name}: must lie in -2..2, got {value}; use 0 for none")
 
     def _check_words(self) -> None:
         for pair in self.logit_bias:
             if len(pair) != 2 or pair[0] < 0 or pair[0] != int(pair[0]) or not math.isfinite(pair[1]):
                 raise ConfigError(
-                    f"decode.logit_bias: needs pairs of token id and finite bias, got {pair}; write e.g. [[11, -2.5]]"
+                    f"sampling.logit_bias: needs pairs of token id and finite bias, got {pair}; write e.g. [[11, -2.5]]"
                 )
         if len({pair[0] for pair in self.logit_bias}) != len(self.logit_bias):
-            raise ConfigError(f"decode.logit_bias: a token is given twice, got {self.logit_bias}; remove one")
+            raise ConfigError(f"sampling.logit_bias: a token is given twice, got {self.logit_bias}; remove one")
         if not all(self.bad_words):
-            raise ConfigError(f"decode.bad_words: a text must not be empty, got {self.bad_words}; remove it")
+            raise ConfigError(f"sampling.bad_words: a text must not be empty, got {self.bad_words}; remove it")
         for ids in self.bad_words_ids:
             if not ids or min(ids) < 0:
                 raise ConfigError(
-                    f"decode.bad_words_ids: a word is a non-empty list of token ids, got {ids}; correct it"
+                    f"sampling.bad_words_ids: a word is a non-empty list of token ids, got {ids}; correct it"
                 )
         if self.min_new_tokens < 0:
-            raise ConfigError(f"decode.min_new_tokens: must not be negative, got {self.min_new_tokens}; use 0 for none")
+            raise ConfigError(
+                f"sampling.min_new_tokens: must not be negative, got {self.min_new_tokens}; use 0 for none"
+            )
         if not all(self.stop):
-            raise ConfigError(f"decode.stop: a text must not be empty, got {self.stop}; remove it")
+            raise ConfigError(f"sampling.stop: a text must not be empty, got {self.stop}; remove it")
         if len(self.stop) > MAX_STOPS:
-            raise ConfigError(f"decode.stop: at most {MAX_STOPS} texts, got {len(self.stop)}; use fewer")
+            raise ConfigError(f"sampling.stop: at most {MAX_STOPS} texts, got {len(self.stop)}; use fewer")
 
     def _check_verifier(self) -> None:
         if self.verifier not in VERIFIERS:
-            raise ConfigError(f"decode.verifier: unknown, got {self.verifier!r}; use one of {', '.join(VERIFIERS)}")
+            raise ConfigError(f"sampling.verifier: unknown, got {self.verifier!r}; use one of {', '.join(VERIFIERS)}")
         if self.verifier == "greedy" and not self.is_greedy:
             raise ConfigError(
-                f"decode.verifier: greedy needs temperature 0, got temperature {self.temperature}; use auto"
+                f"sampling.verifier: greedy needs temperature 0, got temperature {self.temperature}; use auto"
             )
         if self.is_greedy and self.verifier not in ("auto", "greedy"):
             raise ConfigError(
-                f"decode.verifier: needs a temperature above 0, got {self.verifier} at temperature 0; "
-                "set decode.temperature or use auto"
+                f"sampling.verifier: needs a temperature above 0, got {self.verifier} at temperature 0; "
+                "set sampling.temperature or use auto"
             )
         if not 0.0 < self.typical_epsilon < 1.0:
             raise ConfigError(
-                f"decode.typical_epsilon: must lie between 0 and 1, got {self.typical_epsilon}; use {TYPICAL_EPSILON}"
+                f"sampling.typical_epsilon: must lie between 0 and 1, got {self.typical_epsilon}; use {TYPICAL_EPSILON}"
             )
         if self.typical_delta <= 0.0:
-            raise ConfigError(f"decode.typical_delta: must be above 0, got {self.typical_delta}; use {TYPICAL_DELTA}")
+            raise ConfigError(f"sampling.typical_delta: must be above 0, got {self.typical_delta}; use {TYPICAL_DELTA}")
         if self.verifier != "typical":
             for name, value, default in (
                 ("typical_epsilon", self.typical_epsilon, TYPICAL_EPSILON),
@@ -180,6 +182,6 @@ class SamplingConfig:
             ):
                 if value != default:
                     raise ConfigError(
-                        f"decode.{name}: has no effect with verifier {self.verifier}, got {value}; "
-                        "set decode.verifier=typical"
+                        f"sampling.{name}: has no effect with verifier {self.verifier}, got {value}; "
+                        "set sampling.verifier=typical"
                     )

@@ -139,7 +139,7 @@ class SpeculativeDecoder:
             return GreedyJudge()
         if sampling.verifier == "block" and self.proposer is not None and not self.proposer.tree.is_chain:
             raise ConfigError(
-                "decode.verifier: block takes a chain, got block for a tree; use decode.verifier=speculative_sampling"
+                "sampling.verifier: block takes a chain, got block for a tree; use sampling.verifier=speculative_sampling"
             )
         rules = None
         if sampling.shapes_logits:

@@ -28,7 +28,7 @@ from specdraft.decode.verify import (
 TARGET_FAULT, RULES_FAULT, HEAD_FAULT = 1, 2, 4
 FAULTS = {
     TARGET_FAULT: "target: its logits are not finite, got NaN or infinity in step {step}; load it in float32 or bfloat16",
-    RULES_FAULT: "decode: no token is left to choose, got all of them forbidden in step {step}; allow some in bad_words",
+    RULES_FAULT: "sampling: no token is left to choose, got all of them forbidden in step {step}; allow some in bad_words",
     HEAD_FAULT: "head: what it drafts from is not finite, got NaN or infinity in step {step}; train it again or load it in "
     "float32",
 }

@@ -154,7 +154,7 @@ class LogitsRules:
         self._eos = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
         if config.min_new_tokens and not eos:
             raise ConfigError(
-                f"decode.min_new_tokens: has no effect where no token ends the text, got {config.min_new_tokens}; use 0"
+                f"sampling.min_new_tokens: has no effect where no token ends the text, got {config.min_new_tokens}; use 0"
             )
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
@@ -181,7 +181,9 @@ class LogitsRules:
             ("bad_words", [token for word in bad_words for token in word]),
         ):
             if ids and max(ids) >= vocab_size:
-                raise ConfigError(f"decode.{key}: the target has {vocab_size} tokens, got {max(ids)}; use smaller ids")
+                raise ConfigError(
+                    f"sampling.{key}: the target has {vocab_size} tokens, got {max(ids)}; use smaller ids"
+                )
         single = [word[0] for word in bad_words if len(word) == 1]
         if not self._config.logit_bias and not single:
             return None

@@ -83,7 +83,7 @@ def siblings_of(tree: DraftTree, device: torch.device) -> Siblings:
         if rank != len(known):
             raise ConfigError(
                 f"decode.tree: the ranks of siblings must be 0, 1, 2, ... where drafts are drawn, got {rank} in place of "
-                f"{len(known)}; add the missing paths or use decode.verifier=point_mass"
+                f"{len(known)}; add the missing paths or use sampling.verifier=point_mass"
             )
         known.append(node + 1)
     size = len(tree) + 1

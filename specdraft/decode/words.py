@@ -23,12 +23,12 @@ def bad_word_ids(config: SamplingConfig, tokenizer: Any | None) -> list[list[int
         return found
     if tokenizer is None:
         raise ConfigError(
-            f"decode.bad_words: needs a tokenizer, got {config.bad_words} without one; use decode.bad_words_ids"
+            f"sampling.bad_words: needs a tokenizer, got {config.bad_words} without one; use sampling.bad_words_ids"
         )
     for word in config.bad_words:
         variants = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (word, f" {word}")]
         if not variants[0]:
-            raise ConfigError(f"decode.bad_words: the tokenizer has no tokens for it, got {word!r}; remove it")
+            raise ConfigError(f"sampling.bad_words: the tokenizer has no tokens for it, got {word!r}; remove it")
         found += [ids for ids in variants if ids not in found]
     return found
 
@@ -44,7 +44,7 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str], tokenizer: Any | None) -> None:
         if stops and tokenizer is None:
-            raise ConfigError(f"decode.stop: needs a tokenizer, got {list(stops)} without one; give the decoder one")
+            raise ConfigError(f"sampling.stop: needs a tokenizer, got {list(stops)} without one; give the decoder one")
         self._stops = list(stops)
         self._tokenizer = tokenizer
         self._window = TOKENS_PER_CHARACTER * (max(map(len, stops), default=0) + 1)

@@ -38,6 +38,11 @@ class GrowingTree:
         self._beam_scores, self._beam_places = best.values, best.indices + self._size
         self._size += ids.numel()
 
+    @property
+    def finite(self) -> Tensor:
+        """0-d bool: no probability of the last level, which all others go into, is NaN."""
+        return ~self._levels[-1][1].isnan().any()
+
     def best(self, count: int) -> tuple[Tensor, GrownTree]:
         """The ``count`` nodes of highest probability of all levels: draft ids ``[count]`` and their tree.
 

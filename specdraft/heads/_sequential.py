@@ -11,8 +11,8 @@ from torch import Tensor
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, Unembedding
 from specdraft.heads._dynamic import GrowingTree, likeliest
-from specdraft.heads._unroll import TreeLevel, TreePlan
-from specdraft.heads.base import DraftHead
+from specdraft.heads._unroll import TreePlan
+from specdraft.heads.base import DraftHead, TokenPicker
 
 
 class SequentialHead(DraftHead):
@@ -67,13 +67,15 @@ class SequentialHead(DraftHead):
         """One row per path that goes on, level by level."""
         path, tokens = self.begin(state, context), context.next_tokens[0, -1:]
         drafted: list[Tensor] = []
+        picker = TokenPicker(self, context)
         for depth, level in enumerate(state.plan(tree, tokens.device).levels):
             if depth:
                 path = path.index_select(0, level.query_parents)
                 tokens = drafted[-1].index_select(0, level.query_tokens)
             path, hidden = self.advance(depth, path, tokens, embed)
-            drafted.append(self._choose(state.unembeds[depth](hidden), level))
-        return Proposal(torch.cat(drafted)[None], tree)
+            ranked = picker.ranked(state.unembeds[depth](hidden), level.max_rank + 1)
+            drafted.append(ranked[level.rows, level.ranks])
+        return picker.proposal(torch.cat(drafted), tree)
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """See DraftHead: each level is one row per node of the beam, at most ``top_k``."""
@@ -85,13 +87,7 @@ class SequentialHead(DraftHead):
             path, hidden = self.advance(depth, path, tokens, embed)
             tree.extend(*likeliest(state.unembeds[depth](hidden), growth.top_k))
         drafted, grown = tree.best(growth.total_tokens)
-        return Proposal(self.to_target_ids(drafted)[None], grown)
-
-    def _choose(self, logits: Tensor, level: TreeLevel) -> Tensor:
-        """Target ids ``[n]`` of a level's nodes, given the logits ``[m, D]`` after their parents."""
-        # argmax is the faster kernel, and a chain needs no more.
-        ranked = logits.topk(level.max_rank + 1, dim=-1).indices if level.max_rank else logits.argmax(-1, keepdim=True)
-        return self.to_target_ids(ranked[level.rows, level.ranks])
+        return Proposal(self.to_target_ids(drafted)[None], grown, finite=tree.finite)
 
 
 class SequentialState:

@@ -24,7 +24,7 @@ from specdraft.core.types import (
 from specdraft.heads._blocks import DraftLayer
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
-from specdraft.heads.base import DraftHead
+from specdraft.heads.base import DraftHead, TokenPicker
 
 
 class UnrolledHead(DraftHead):
@@ -127,7 +127,8 @@ class UnrolledHead(DraftHead):
         """Takes in what was committed, then drafts level by level: one pass of the layer each."""
         output, position, length = self._take_in(state, context, embed)
         plan = state.plan(tree, position.device)
-        drafted = [self._choose(state, output, plan.levels[0])]
+        picker = TokenPicker(self, context)
+        drafted = [self._choose(state, output, plan.levels[0], picker)]
         written = 0
         for depth, level in enumerate(plan.levels[1:], start=1):
             x, residual = self.mix(
@@ -139,8 +140,8 @@ class UnrolledHead(DraftHead):
             state.write(length + written, key, value)
             written += size
             output = self.layer.finish(state.attend(query, length + written, level.mask), residual)
-            drafted.append(self._choose(state, output, level))
-        return Proposal(torch.cat(drafted)[None], tree)
+            drafted.append(self._choose(state, output, level, picker))
+        return picker.proposal(torch.cat(drafted), tree)
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """See DraftHead: each level is one pass of the layer over the ``top_k`` nodes of the beam."""
@@ -161,7 +162,7 @@ class UnrolledHead(DraftHead):
             tree.extend(*likeliest(state.unembed(self.readout(output)), growth.top_k))
             ancestors = torch.cat([ancestors.index_select(0, tree.origin), own], dim=1)
         tokens, grown = tree.best(growth.total_tokens)
-        return Proposal(self.to_target_ids(tokens)[None], grown)
+        return Proposal(self.to_target_ids(tokens)[None], grown, finite=tree.finite)
 
     def _take_in(self, state: UnrollState, context: DraftContext, embed: Embed) -> tuple[Tensor, Tensor, int]:
         """Adds the keys of the committed positions, from target features, so that drafted ones are overwritten.
@@ -178,12 +179,9 @@ class UnrolledHead(DraftHead):
         output = self.layer.finish(state.attend(query[-1:], length, None), residual[-1:])
         return output, positions[-1:], length
 
-    def _choose(self, state: UnrollState, output: Tensor, level: TreeLevel) -> Tensor:
+    def _choose(self, state: UnrollState, output: Tensor, level: TreeLevel, picker: TokenPicker) -> Tensor:
         """Target ids ``[n]`` of a level's nodes: the tokens of their ranks after their parents' outputs."""
-        logits = state.unembed(self.readout(output))
-        # argmax is the faster kernel, and a chain needs no more.
-        ranked = logits.topk(level.max_rank + 1, dim=-1).indices if level.max_rank else logits.argmax(-1, keepdim=True)
-        return self.to_target_ids(ranked[level.rows, level.ranks])
+        return picker.ranked(state.unembed(self.readout(output)), level.max_rank + 1)[level.rows, level.ranks]
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,13 @@ class DraftHead(nn.Module, ABC):
         if tree.max_rank >= size:
             raise ConfigError(f"decode.tree: rank beyond the draft vocabulary of {size}, got {tree.max_rank}; lower it")
 
+    def to_target_probs(self, probs: Tensor) -> Tensor:
+        """Probabilities ``[m, D]`` over the draft vocabulary -> ``[m, V]`` over the target's, 0 outside the former."""
+        if self.vocab is None:
+            return probs
+        full = probs.new_zeros(probs.shape[0], self.spec.vocab_size)
+        return full.index_copy_(1, self.vocab.draft_token_ids(), probs)
+
     @property
     def num_parameters(self) -> int:
         """Parameters, all of them trained."""
@@ -189,3 +196,41 @@ class DraftHead(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """Dtype of the head's weights."""
         return next(self.parameters()).dtype
+
+
+class TokenPicker:
+    """Turns a head's logits into one draft's tokens: the likeliest by rank, or drawn where the decoder asks for it."""
+
+    def __init__(self, head: DraftHead, context: DraftContext) -> None:
+        self._head = head
+        self._sampler = context.sampler
+        self._best: list[Tensor] = []
+        self._probs: list[Tensor] = []
+
+    def ranked(self, logits: Tensor, count: int) -> Tensor:
+        """``[m, D]`` -> target ids ``[m, count]``: column r is the r-th likeliest token, or the r-th that was drawn."""
+        if self._sampler is not None:
+            ids, probs = self._sampler(logits, count)
+            self._probs.append(self._head.to_target_probs(probs))
+            best = logits.amax(dim=-1)
+        elif count == 1:
+            # The fastest kernel, several times as fast as argmax, and a chain needs no more.
+            best, ids = logits.max(dim=-1)
+            ids = ids[:, None]
+        else:
+            values, ids = logits.topk(count, dim=-1)
+            best = values[:, 0]
+        self._best.append(best)
+        return self._head.to_target_ids(ids)
+
+    def proposal(self, tokens: Tensor, tree: DraftTree, queries: Tensor | None = None) -> Proposal:
+        """The draft of target ids ``tokens`` (``[N]``).
+
+        queries: ``[Q]`` int64, which of the rows given to ``ranked`` each row with children was drawn from; None where
+        these are the same rows in the same order.
+        """
+        best = torch.cat(self._best) if len(self._best) > 1 else self._best[0]
+        probs = torch.cat(self._probs) if self._probs else None
+        if probs is not None and queries is not None:
+            probs = probs.index_select(0, queries)
+        return Proposal(tokens[None], tree, probs, best.isfinite().all())

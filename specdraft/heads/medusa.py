@@ -13,7 +13,7 @@ from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, TargetSpec, Unembedding
 from specdraft.heads._config import HeadConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
-from specdraft.heads.base import DraftHead, register_head
+from specdraft.heads.base import DraftHead, TokenPicker, register_head
 
 
 # docs: start-head
@@ -97,10 +97,10 @@ class MedusaHead(DraftHead):
 
     def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
         """All depths from the last committed state; node of depth k and rank r is head k's r-th token."""
-        logits = self._logits(state, context, tree.max_depth)
-        ranked = logits.topk(tree.max_rank + 1, dim=-1).indices if tree.max_rank else logits.argmax(-1, keepdim=True)
-        depths, ranks = state.node_index(tree, logits.device)
-        return Proposal(self.to_target_ids(ranked[depths, ranks])[None], tree)
+        picker = TokenPicker(self, context)
+        ranked = picker.ranked(self._logits(state, context, tree.max_depth), tree.max_rank + 1)
+        depths, ranks, queries = state.node_index(tree, ranked.device)
+        return picker.proposal(ranked[depths, ranks], tree, queries)
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """The likeliest paths by the product of the heads' probabilities, which do not depend on each other."""
@@ -110,7 +110,7 @@ class MedusaHead(DraftHead):
             width = tree.tokens.numel() if depth else 1
             tree.extend(tokens[depth].expand(width, -1), scores[depth].expand(width, -1))
         chosen, grown = tree.best(growth.total_tokens)
-        return Proposal(self.to_target_ids(chosen)[None], grown)
+        return Proposal(self.to_target_ids(chosen)[None], grown, finite=tree.finite)
 
     def _logits(self, state: Any, context: DraftContext, count: int) -> Tensor:
         """``[count, D]``: what the first ``count`` heads say after the last committed position."""
@@ -130,11 +130,15 @@ class MedusaState:
 
     def __init__(self, unembed: Unembedding) -> None:
         self.unembed = unembed
-        self._index: dict[DraftTree, tuple[Tensor, Tensor]] = {}
+        self._index: dict[DraftTree, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def node_index(self, tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``[N]`` int64 each: the depth (from 0) and the rank of every node."""
+    def node_index(self, tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 depth (from 0) and rank of every node, ``[N]`` each, and depth of the children of every row with some.
+
+        The last is ``[Q]``, the root first.
+        """
         if tree not in self._index:
             depths = torch.tensor(tree.depths, device=device) - 1
-            self._index[tree] = (depths, torch.tensor(tree.ranks, device=device))
+            queries = torch.tensor([0, *(tree.depths[node] for node in sorted(set(tree.parents)) if node >= 0)])
+            self._index[tree] = (depths, torch.tensor(tree.ranks, device=device), queries.to(device))
         return self._index[tree]
