@@ -154,7 +154,7 @@ def acceptance(cfg: ExperimentRun, target: HFTarget, head: DraftHead) -> Callabl
     from specdraft.data.formats import Message
     from specdraft.decode.proposers import check_shape, draft_tree
     from specdraft.eval.acceptance import measure_acceptance
-    from specdraft.eval.prompts import load_prompts
+    from specdraft.eval.prompts import DEV_SET, load_prompts
     from specdraft.train.state import EvalPoint
 
     tree = draft_tree(cfg.decode, head.config.num_draft_tokens)
@@ -164,7 +164,7 @@ def acceptance(cfg: ExperimentRun, target: HFTarget, head: DraftHead) -> Callabl
     assert target.tokenizer is not None
     renderer = ChatRenderer(target.tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking)
     prompt_ids = []
-    for prompt in load_prompts("builtin", cfg.trainer.eval_prompts):
+    for prompt in load_prompts(DEV_SET, cfg.trainer.eval_prompts):
         message: Message = {"role": "user", "content": prompt.turns[0]}
         prompt_ids.append(renderer.prompt_ids([message]))
 

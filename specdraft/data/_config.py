@@ -45,11 +45,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources or not all(self.sources):
             raise ConfigError(f"data.sources: must name at least one source, got {self.sources}; use e.g. [builtin]")
-        if any(source.partition("#")[0] == "builtin" and source.endswith("#heldout") for source in self.sources):
-            raise ConfigError(
-                "data.sources: the held-out prompts measure heads and must not train them, got "
-                "builtin#heldout; use builtin"
-            )
+        for source in self.sources:
+            if source in ("builtin#heldout", "builtin#dev"):
+                raise ConfigError(
+                    f"data.sources: these prompts measure heads and must not train them, got {source}; use builtin"
+                )
         for name in ("max_new_tokens", "generate_batch_size", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"data.{name}: must be at least 1, got {getattr(self, name)}; use a positive number")

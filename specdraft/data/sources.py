@@ -16,6 +16,7 @@ from typing import Any
 from specdraft.core.errors import DataError
 from specdraft.data.formats import Message, NotAConversationError, UnusableRowError, parse_row
 
+BUILTIN_SPLITS = ("train", "dev", "heldout")
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -66,7 +67,7 @@ class LoadedSources:
 def load_conversations(sources: list[str], limit: int | None = None, seed: int = 0) -> LoadedSources:
     """Reads every source; with ``limit``, keeps that many conversations, drawn by ``seed``, in their order.
 
-    A source is ``builtin`` (``builtin#heldout`` for the other split), a .jsonl, .json or .parquet file, or a
+    A source is ``builtin`` (``builtin#dev``, ``builtin#heldout`` for the other splits), a .jsonl, .json or .parquet file, or a
     Hub id ``owner/name[:config][#split]``. The draw of a smaller limit is part of the draw of a larger one.
 
     Raises:
@@ -120,7 +121,7 @@ def _conversation(row: dict[str, Any], messages: list[Message], default_id: str)
 
 
 def builtin_path(split: str = "train") -> Path:
-    """The file of built-in prompts of a split, ``train`` or ``heldout``."""
+    """The file of built-in prompts of a split: ``train``, ``dev`` (choosing the best head) or ``heldout``."""
     return Path(str(resources.files("specdraft.data") / "builtin" / f"{split}.jsonl"))
 
 
@@ -137,8 +138,8 @@ def _local_path(source: str) -> Path | None:
     """The file that a source names, or None for a Hub id."""
     name, _, split = source.partition("#")
     if name == "builtin":
-        if split not in ("", "train", "heldout"):
-            raise DataError(f"data.sources: builtin has the splits train and heldout, got {source}; use one of them")
+        if split not in ("", *BUILTIN_SPLITS):
+            raise DataError(f"data.sources: builtin has the splits {', '.join(BUILTIN_SPLITS)}, got {source}; use one")
         return builtin_path(split or "train")
     path = Path(source).expanduser()
     if path.is_dir():

@@ -65,6 +65,8 @@ HUB_SETS = {
     "gsm8k": _HubSet("openai/gsm8k", "main", "test", "question", "math", rows=80),
     "alpaca": _HubSet("tatsu-lab/alpaca", None, "train", "instruction", "instruction", rows=80),
 }
+DEV_SET = "builtin#dev"
+"""The prompts that choose the best head in training; results are reported on others."""
 SET_NAMES = ("builtin", *HUB_SETS, "spec_bench")
 
 
@@ -79,6 +81,8 @@ def load_prompts(source: str, limit: int | None = None, seed: int = 0) -> list[P
     """
     if source == "builtin":
         prompts = _of_conversations("builtin#heldout")
+    elif source == DEV_SET:
+        prompts = _of_conversations(source)
     elif source == "humaneval":
         rows = _wheel_rows()
         prompts = _of_rows(source, HUB_SETS[source], _hub_rows(source) if rows is None else rows)

@@ -79,7 +79,8 @@ class TrainerConfig:
     """Memory for the target's features of rows seen before, per process: later epochs then need no target forward for
     them. Exact up to rounding, so a resumed run equals an uninterrupted one bit by bit only with 0 (nothing is kept)."""
     eval_prompts: int = 16
-    """Held-out prompts on which acceptance is measured to choose the best head; 0 = the best is the last."""
+    """Prompts (of 32 built-in ones, used for nothing else) on which acceptance is measured to choose the best head; 0 = the
+    best is the last."""
     eval_max_new_tokens: int = 64
     """Tokens decoded per held-out prompt in that measurement."""
     skip_nonfinite: bool = False

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-SPLITS = ("train", "heldout")
+SPLITS = ("train", "dev", "heldout")
 MIN_TRAIN_PER_CATEGORY = 52
 HELDOUT_PER_CATEGORY = 10
+DEV_PER_CATEGORY = 4
 SHINGLE_WORDS = 4
 SHARED_RUN_WORDS = 8
 MAX_JACCARD_ACROSS = 0.3
@@ -90,6 +91,7 @@ def test_counts_per_category(rows: dict[str, list[Row]]) -> None:
     assert set(train) == set(CATEGORIES)
     assert min(train.values()) >= MIN_TRAIN_PER_CATEGORY
     assert heldout == dict.fromkeys(CATEGORIES, HELDOUT_PER_CATEGORY)
+    assert Counter(row["category"] for row in rows["dev"]) == dict.fromkeys(CATEGORIES, DEV_PER_CATEGORY)
 
 
 def test_ids_are_unique_and_name_split_and_category(rows: dict[str, list[Row]]) -> None:
@@ -117,16 +119,17 @@ def test_schema(rows: dict[str, list[Row]], split: str) -> None:
             assert turn.isascii(), row["id"]
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ["train", "heldout"])
 def test_about_a_tenth_has_two_turns(rows: dict[str, list[Row]], split: str) -> None:
     share = sum("turns" in row for row in rows[split]) / len(rows[split])
     assert 0.08 <= share <= 0.14
 
 
-def test_heldout_does_not_repeat_train(texts: dict[str, list[str]]) -> None:
-    assert same_normalised(texts["heldout"], texts["train"]) == set()
-    assert near_duplicates(texts["heldout"], texts["train"], MAX_JACCARD_ACROSS) == []
-    assert shared_runs(texts["heldout"], texts["train"]) == set()
+@pytest.mark.parametrize(("left", "right"), [("heldout", "train"), ("dev", "train"), ("heldout", "dev")])
+def test_no_split_repeats_another(texts: dict[str, list[str]], left: str, right: str) -> None:
+    assert same_normalised(texts[left], texts[right]) == set()
+    assert near_duplicates(texts[left], texts[right], MAX_JACCARD_ACROSS) == []
+    assert shared_runs(texts[left], texts[right]) == set()
 
 
 @pytest.mark.parametrize("split", SPLITS)

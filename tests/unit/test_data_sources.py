@@ -158,7 +158,7 @@ def test_parquet_files(tmp_path: Path) -> None:
         ("missing.jsonl", "no such file, got missing.jsonl"),
         ("./missing", "no such file"),
         ("bultin", "neither builtin, a file nor a Hub id, got bultin"),
-        ("builtin#test", "splits train and heldout, got builtin#test"),
+        ("builtin#test", "splits train, dev, heldout, got builtin#test"),
         (".", "is a folder"),
         ("pyproject.toml", "unknown kind of file"),
     ],
@@ -229,6 +229,7 @@ def test_builtin_splits() -> None:
     [
         ({"sources": []}, r"data\.sources"),
         ({"sources": ["builtin#heldout"]}, "must not train"),
+        ({"sources": ["builtin#dev"]}, "must not train"),
         ({"max_new_tokens": 0}, r"data\.max_new_tokens: .* got 0"),
         ({"generate_batch_size": 0}, r"data\.generate_batch_size"),
         ({"batch_size": 0}, r"data\.batch_size"),
