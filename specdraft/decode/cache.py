@@ -167,6 +167,12 @@ class KVCache(Cache):
         """
         self.store.commit(rows, index)
 
+    def rollback(self, length: int) -> None:
+        """Forgets all but the first ``length`` committed rows."""
+        if not 0 <= length <= self.store.length:
+            raise ValueError(f"the cache holds {self.store.length} rows, {length} cannot be kept")
+        self.store.length = length
+
     def reset(self) -> None:
         """Empties the cache and keeps its memory."""
         self.store.reset()
