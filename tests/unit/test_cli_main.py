@@ -15,6 +15,7 @@ import specdraft
 from specdraft.cli import main as cli
 from specdraft.cli.help import field_docs
 from specdraft.cli.main import COMMANDS, main, train_main
+from specdraft.config.head_schemas import head_schemas
 from specdraft.config.schema import RUNS
 from specdraft.core.errors import CheckpointError
 from specdraft.train._config import OptimConfig
@@ -70,7 +71,7 @@ def test_help_names_every_setting(command: str, capsys: pytest.CaptureFixture[st
 def test_help_shows_the_settings_in_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help", "head=medusa", "optim.lr=0.25"]) == 0
     out = capsys.readouterr().out
-    assert "head: eagle, eagle3, medusa\n" in out
+    assert f"head: {', '.join(head_schemas())}\n" in out
     assert "experiment: debug, smollm2_eagle" in out
     assert "  lr: 0.25 " in out
     assert "  num_layers: 1 " in out
