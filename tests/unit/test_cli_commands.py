@@ -83,7 +83,7 @@ def test_doctor_shows_rows_and_checks(
 def test_doctor_fails_on_a_fault(workspace: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that are all taken, right or wrong, change the text."""
     monkeypatch.setattr(
-        "specdraft.decode.engine.accept_greedy", lambda _, tokens, __: tokens.new_tensor(len(tokens) - 1)
+        "specdraft.decode.judge.accept_greedy", lambda _, tokens, __: tokens.new_tensor(len(tokens) - 1)
     )
     with pytest.raises(SystemExit) as left:
         main(["doctor", *experiment_words(workspace), "head=medusa", "examples=0"])
