@@ -22,6 +22,7 @@ def run(cfg: EvalRun) -> None:
     from specdraft.eval.acceptance import evaluate_head
     from specdraft.eval.prompts import load_sets
     from specdraft.eval.report import print_results, report_console, write_results
+    from specdraft.eval.tuned import machine, with_tuned_shape
     from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config, resolve_head
     from specdraft.targets.hf import load_target
 
@@ -34,11 +35,15 @@ def run(cfg: EvalRun) -> None:
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
     check_head_matches(head, target.spec)
     console = report_console()
+    tuned = with_tuned_shape(folder, cfg.decode, machine(target.device, target.dtype, head.dtype))
+    if tuned.note:
+        own = "; measured is the head's own chain" if tuned.plain else ""
+        console.print(f"{tuned.note}{own}", markup=False)
     results = evaluate_head(
         target,
         head,
         prompt_sets,
-        cfg.decode,
+        tuned.decode,
         cfg.eval,
         head_sha256=file_sha256(folder / WEIGHTS_NAME),
         console=console,

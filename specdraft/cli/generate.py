@@ -38,14 +38,15 @@ def run(cfg: GenerateRun) -> None:
     figures = Figures()
     steps = decoder.stream(ids, cfg.decode.max_new_tokens, ignore_eos=cfg.decode.ignore_eos)
     stream_text(figures.watch(steps), target.tokenizer, console, style)
-    sys.stderr.write(figures.line(drafted=cfg.head.path is not None) + "\n")
+    sys.stderr.write(figures.line(drafted=decoder.proposer is not None) + "\n")
 
 
 def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
-    """The target and a decoder with the head, or a plain one without."""
+    """The target and a decoder with the head, or a plain one without or where that was found to be the fastest."""
     from specdraft.cli.evaluate import target_of_head
     from specdraft.decode.engine import SpeculativeDecoder
     from specdraft.decode.proposers import HeadProposer, draft_tree, head_dtype
+    from specdraft.eval.tuned import machine, with_tuned_shape
     from specdraft.heads.storage import check_head_matches, load_head, read_head_config, resolve_head
     from specdraft.targets.hf import load_target
 
@@ -56,7 +57,12 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     target = load_target(target_of_head(cfg.target, read_head_config(folder)))
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target)).requires_grad_(False)
     check_head_matches(head, target.spec)
-    tree = draft_tree(cfg.decode, head.config.num_draft_tokens)
+    tuned = with_tuned_shape(folder, cfg.decode, machine(target.device, target.dtype, head.dtype))
+    if tuned.note:
+        sys.stderr.write(tuned.note + "\n")
+    if tuned.plain:
+        return target, SpeculativeDecoder(target)
+    tree = draft_tree(tuned.decode, head.config.num_draft_tokens)
     return target, SpeculativeDecoder(target, HeadProposer(head, target, tree))
 
 

@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("prepare", "render the training conversations, answered by the target itself"),
     "train": ("train", "train a draft head"),
     "eval": ("evaluate", "measure acceptance, speed and unchanged output of a head"),
+    "tune": ("tune", "choose the draft's shape for this machine, by measurement"),
     "generate": ("generate", "answer a prompt, streaming"),
     "export": ("export", "write a head for its users, upload it to the Hub"),
     "run": ("run", "prepare, train and measure in one go"),

@@ -13,6 +13,7 @@ from specdraft.config.head_schemas import head_schemas
 from specdraft.config.paths import config_dir
 from specdraft.config.schema import RUNS, SHORTHANDS
 from specdraft.core.errors import ConfigError
+from specdraft.decode._proposer_config import PROPOSERS, ProposerConfig
 from specdraft.heads._config import HeadConfig
 
 FREE_TEXT = ("prompt",)
@@ -21,14 +22,19 @@ FREE_TEXT = ("prompt",)
 
 @cache
 def known_keys(config_class: type[Any]) -> tuple[str, ...]:
-    """Every dotted key of a dataclass, groups included; of ``head`` those of all kinds."""
+    """Every dotted key of a dataclass, groups included; of ``head`` and ``proposer`` those of all kinds."""
     keys: list[str] = []
     for name, hint in get_type_hints(config_class).items():
         keys.append(name)
         if isinstance(hint, type) and is_dataclass(hint):
-            kinds = [hint, *(head_schemas().values() if hint is HeadConfig else [])]
+            kinds = [hint, *_kinds_of(hint)]
             keys += dict.fromkeys(f"{name}.{key}" for kind in kinds for key in known_keys(kind))
     return tuple(keys)
+
+
+def _kinds_of(hint: type[Any]) -> Iterable[type[Any]]:
+    """The classes that may stand for ``hint``, of which the setting ``kind`` chooses one."""
+    return head_schemas().values() if hint is HeadConfig else PROPOSERS.values() if hint is ProposerConfig else []
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
@@ -107,7 +113,7 @@ def _check_key(command: str, key: str, value: str) -> None:
     parent = key.rpartition(".")[0]
     is_inside_value = parent in known and not any(name.startswith(f"{parent}.") for name in known)
     is_hydras = re.search(r"[/@\[]|^hydra\b", key) is not None
-    if key in known or key == "experiment" or parent == "head" or is_inside_value or is_hydras:
+    if key in known or key == "experiment" or parent in ("head", "proposer") or is_inside_value or is_hydras:
         return
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     raise unknown_key(key, value, RUNS[command], siblings)
@@ -115,7 +121,7 @@ def _check_key(command: str, key: str, value: str) -> None:
 
 def _spell_out(key: str, value: str) -> str:
     """A shorthand's long form; the one that takes a list accepts a single name, too."""
-    if key == "eval.prompts" and not value.startswith("["):
+    if key in ("eval.prompts", "tune.prompts") and not value.startswith("["):
         value = f"[{value}]"
     return f"{key}={value}"
 

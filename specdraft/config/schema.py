@@ -9,7 +9,7 @@ from specdraft.config.paths import check_name
 from specdraft.core.errors import ConfigError
 from specdraft.data._config import DataConfig
 from specdraft.decode._config import DecodeConfig
-from specdraft.eval._config import EvalConfig
+from specdraft.eval._config import EvalConfig, TuneConfig
 from specdraft.export._config import ExportConfig
 from specdraft.heads._config import HeadConfig
 from specdraft.losses._config import LossConfig
@@ -183,6 +183,24 @@ class EvalRun:
 
 
 @dataclass(slots=True, kw_only=True)
+class TuneRun:
+    """Chooses the shape of a head's drafts for this machine: chain, tree, or plain decoding."""
+
+    head: HeadSource = field(default_factory=HeadSource)
+    """The head to tune for; ``head=PATH`` for short."""
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(name=FROM_HEAD))
+    """The model to decode; ``from_head`` = the one the head was trained for."""
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    """Prompts, sizes and repetitions; ``prompts=NAME_OR_FILE`` and ``batch_size=`` for short."""
+    output: str | None = None
+    """File for the shape; null = decode.json in the head's folder, or here for a head from the Hub."""
+
+    def __post_init__(self) -> None:
+        if self.head.path is None:
+            raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id")
+
+
+@dataclass(slots=True, kw_only=True)
 class GenerateRun:
     """Answers one prompt on the terminal, token by token."""
 
@@ -229,6 +247,7 @@ RUNS: dict[str, type] = {
     "prepare": PrepareRun,
     "train": TrainRun,
     "eval": EvalRun,
+    "tune": TuneRun,
     "generate": GenerateRun,
     "export": ExportRun,
     "run": PipelineRun,
@@ -237,6 +256,7 @@ RUNS: dict[str, type] = {
 
 SHORTHANDS: dict[str, dict[str, str]] = {
     "eval": {"head": "head.path", "prompts": "eval.prompts"},
+    "tune": {"head": "head.path", "prompts": "tune.prompts", "batch_size": "tune.batch_size"},
     "generate": {"head": "head.path"},
     "export": {"head": "head.path"}
     | {name: f"export.{name}" for name in ("format", "push_to", "private", "dry_run", "output")},

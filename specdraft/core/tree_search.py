@@ -144,7 +144,8 @@ class SequoiaTable:
         best = _Choice(beside[count].value, 0)
         for size in range(1, count + 1):
             value = accuracy * (1.0 + below[size - 1].value) + beside[count - size].value
-            if value > best.value:
+            # Among equals the likelier rank is taken, with as few nodes as do.
+            if value > best.value or (value == best.value > 0 and not best.taken):
                 best = _Choice(value, size)
         return best
 

@@ -8,6 +8,7 @@ from specdraft.core.errors import ConfigError
 from specdraft.targets._config import DTYPES
 
 TURNS = ("first", "all")
+MAX_TUNED_NODES = 128
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,3 +52,49 @@ class EvalConfig:
             raise ConfigError(f"eval.dtype: unknown dtype, got {self.dtype!r}; use null or one of {', '.join(DTYPES)}")
         if self.turns not in TURNS:
             raise ConfigError(f"eval.turns: unknown, got {self.turns!r}; use {' or '.join(TURNS)}")
+
+
+@dataclass(slots=True, kw_only=True)
+class TuneConfig:
+    """How the shape of the drafts is chosen for a machine."""
+
+    prompts: list[str] = field(default_factory=lambda: ["builtin"])
+    """Sets by name or files, as for ``eval.prompts``."""
+    limit: int | None = 8
+    """Prompts taken from each set, spread over its categories; null = all of them."""
+    max_new_tokens: int = 96
+    """Tokens of each answer."""
+    batch_size: int = 1
+    """Rows decoded together that the shape is for; 1 at present."""
+    max_nodes: int = 24
+    """Nodes of the largest tree that is considered."""
+    num_ranks: int = 8
+    """A node of a tree has at most this many continuations."""
+    rounds: int = 7
+    """Measurements of each cost, of which the median is taken."""
+    contenders: int = 2
+    """The shapes of best prediction that are measured against plain decoding, besides the best chain."""
+    seed: int = 0
+    """Of the choice by ``limit`` and the order of measurements."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16: what the target is tuned in; null = target.dtype."""
+    head_dtype: str | None = None
+    """Dtype of the head, as ``decode.head_dtype``; null = the target's."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts or not all(self.prompts):
+            raise ConfigError(f"tune.prompts: must name at least one set, got {self.prompts}; use e.g. [builtin]")
+        if self.batch_size != 1:
+            raise ConfigError(f"tune.batch_size: only single rows can be tuned for, got {self.batch_size}; use 1")
+        at_least = {"limit": 1, "max_new_tokens": 8, "rounds": 1, "contenders": 1}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"tune.{name}: must be at least {least}, got {value}; use more")
+        for name, most in {"max_nodes": MAX_TUNED_NODES, "num_ranks": 64}.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"tune.{name}: must lie in 1..{most}, got {getattr(self, name)}; use e.g. 8")
+        for name in ("dtype", "head_dtype"):
+            value = getattr(self, name)
+            if value not in (None, *DTYPES):
+                raise ConfigError(f"tune.{name}: unknown dtype, got {value!r}; use null or one of {', '.join(DTYPES)}")

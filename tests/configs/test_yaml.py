@@ -23,6 +23,7 @@ NEEDED: dict[str, list[str]] = {
     "train": ["name=x"],
     "run": ["name=x"],
     "eval": ["head=outputs/x/best"],
+    "tune": ["head=outputs/x/best"],
     "generate": ["head=outputs/x/best", "prompt=hello"],
     "export": ["head=outputs/x/best"],
     "target/hub.yaml": ["target.name=owner/model"],
@@ -44,7 +45,7 @@ def commands_of(file: str) -> list[str]:
     if group == "experiment":
         return [name for name, run in RUNS.items() if issubclass(run, ExperimentRun)]
     # prepare, doctor and run compose the same groups as train.
-    commands = ("train", "eval", "generate", "export")
+    commands = ("train", "eval", "tune", "generate", "export")
     commands = commands[1:] if file == "target/from_head.yaml" else commands
     return [name for name in commands if f"- {group}:" in (config_dir() / f"{name}.yaml").read_text()]
 
@@ -115,6 +116,7 @@ def test_values_equal_the_defaults_of_the_code() -> None:
         "decode/dynamic.yaml: dynamic_total_tokens",
         "decode/tree.yaml: tree",
         *(f"head/{kind}.yaml: kind" for kind in head_schemas()),
+        "sampling/sample.yaml: temperature",
         "target/from_head.yaml: name",
         "target/hub.yaml: dtype",
         "target/hub.yaml: name",

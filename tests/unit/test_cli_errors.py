@@ -35,7 +35,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 TABLE = [
     # the sub-command and its words
     ("trian name=x", "command: no such command, got trian; did you mean train?"),
-    ("xyz", "command: no such command, got xyz; use one of doctor, prepare, train, eval, generate, export, run"),
+    ("xyz", "command: no such command, got xyz; use one of doctor, prepare, train, eval, tune, generate, export, run"),
     (
         "train smollm2_eagle",
         "smollm2_eagle: is no setting, got a word without key=value; write experiment=smollm2_eagle",
@@ -100,6 +100,9 @@ TABLE = [
     ("run head=medusa", "name: is needed, got nothing; add name=..."),
     ("eval", "head: is needed, got null; add head=FOLDER or a Hub id"),
     ("export", "head: is needed, got null; add head=FOLDER or a Hub id"),
+    ("tune", "head: is needed, got null; add head=FOLDER or a Hub id"),
+    ("tune head=x batch_size=4", "tune.batch_size: only single rows can be tuned for, got 4; use 1"),
+    ("tune head=x prompts=[a,a] tune.max_nodes=0", "tune.max_nodes: must lie in 1..128, got 0"),
     ("generate head=x", "prompt: is needed, got nothing; add prompt=..."),
     ("train name=x target=hub", "target.name: must not be empty, got ''; give a Hub id, a folder or smollm2"),
     ("train name=x data=files", "data.sources: must name at least one source, got []; use e.g. [builtin]"),

@@ -113,6 +113,9 @@ def test_known_trees() -> None:
     assert list(islice(greedy_paths(SMALL), 6)) == [(0,), (0, 0), (1,), (0, 1), (2,), (1, 0)]
     chain = [[0.9, 0.01]] * 4
     assert greedy_tree(chain, 4) == SequoiaTable(chain, 4).tree(4) == DraftTree.chain(4)
+    # Equally good ranks are taken from 0 on.
+    even = [[0.25] * 4, [0.25] * 4]
+    assert SequoiaTable(even, 3).tree(3) == greedy_tree(even, 3) == DraftTree.from_paths([[0], [1], [2]])
     star = [[0.3, 0.3, 0.3], [0.01, 0.01, 0.01]]
     assert greedy_tree(star, 3) == SequoiaTable(star, 3).tree(3) == DraftTree.from_paths([[0], [1], [2]])
     # The second choice is right more often: the tree holds it alone.

@@ -1,0 +1,346 @@
+"""Accuracies, prices, and the shape that follows from them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specdraft.core.errors import CheckpointError, ConfigError, DataError
+from specdraft.core.tree import DraftTree
+from specdraft.core.tree_search import expected_length
+from specdraft.decode._config import DecodeConfig
+from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.decode.proposers import HeadProposer
+from specdraft.eval._config import TuneConfig
+from specdraft.eval.accuracies import BEYOND, RankedText, accuracies, rank_text, replay
+from specdraft.eval.costs import CostProbe, CostTable, interpolate, sizes_up_to, timed, wide_tree
+from specdraft.eval.report import write_results
+from specdraft.eval.tune import PLAIN, Tuner, candidate_trees, finalists, is_chain, predict, shape_json
+from specdraft.eval.tuned import machine, with_tuned_shape
+from specdraft.heads.base import DraftHead
+from specdraft.heads.storage import save_head
+from specdraft.targets.hf import HFTarget
+from tests.support import make_head
+from tests.tiny import tiny_target
+
+CHAIN = DraftTree.chain(3)
+TREE = DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
+WIDE = DraftTree.from_paths([[r] for r in range(30)] + [[r, s] for r in range(30) for s in range(4)])
+KINDS = ["medusa", "eagle", "eagle3"]
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny_target("llama")
+
+
+def drawn_texts(seed: int = 0, length: int = 4000) -> list[RankedText]:
+    """Ranks of three depths: 0 with 60 %, 1 with 20 %, else 5; independent of each other."""
+    generator = random.Random(seed)
+    drawn = [generator.choices([0, 1, 5], [6, 2, 2])[0] for _ in range(length)]
+    rows = [tuple([*drawn[i : i + 3], BEYOND, BEYOND][:3]) for i in range(length)]
+    return [RankedText(10, rows)]
+
+
+def costs(target: dict[int, float], draft: float = 1.0, level: float = 0.0) -> CostTable:
+    return CostTable(target, {1: draft, 2: 2 * draft, 3: 3 * draft}, {1: level, 4: level}, 0.0, 0.0)
+
+
+def test_replay_and_accuracies_by_hand() -> None:
+    text = RankedText(3, [(0, 0, 9), (0, 9, 0), (9, 0, 1), (0, 1, BEYOND), (1, BEYOND, BEYOND)])
+    # Five positions: 0 accepts two and the target's own follows; 3 accepts one, and its own is the last token.
+    assert (replay([text], CHAIN).num_steps, replay([text], CHAIN).num_tokens) == (2, 5)
+    # From position 3 the tree would go on with rank 1, which it does not hold below rank 0.
+    assert replay([text], TREE) == replay([text], CHAIN)
+    # 0 accepts one, 2 nothing, 3 both.
+    assert replay([text], DraftTree.from_paths([[0], [1], [0, 1]])).num_steps == 3
+    assert replay([text], PLAIN).num_steps == replay([text], DraftTree.from_paths([[5]])).num_steps == 5
+    assert replay([], CHAIN).acceptance_length == 1.0
+    table = accuracies([text], 2)
+    assert table[0] == pytest.approx([3 / 5, 1 / 5])
+    # depth 2, of the rows whose first rank is 0 or 1 and whose text goes on: (0, 0), (0, 9), (0, 1)
+    assert table[1] == pytest.approx([1 / 3, 1 / 3])
+    assert table[2] == pytest.approx([0.0, 0.0])
+
+
+def test_replay_of_independent_ranks_is_the_expected_length() -> None:
+    texts = drawn_texts(length=20_000)
+    table = accuracies(texts, 2)
+    assert table[0] == pytest.approx([0.6, 0.2], abs=0.02)
+    for tree in (CHAIN, TREE):
+        assert replay(texts, tree).acceptance_length == pytest.approx(expected_length(tree, table), rel=0.03)
+
+
+def head_of(kind: str, target: HFTarget, size: int | None) -> DraftHead:
+    return make_head(kind, target.spec, num_draft_tokens=3, draft_vocab_size=size).eval()
+
+
+@pytest.mark.parametrize("size", [None, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_counts_what_decoding_counts(kind: str, size: int | None, target: HFTarget) -> None:
+    """A head that was trained for one depth is ranked to the depth of decoding, too (eagle)."""
+    head = head_of(kind, target, size)
+    plain = SpeculativeDecoder(target)
+    accepted = 0
+    for prompt in ([5], list(range(20, 50))):
+        answer = plain.generate(prompt, 30, ignore_eos=True).tokens
+        text = rank_text(target, head, prompt, answer, 97)
+        assert len(text.ranks) == 29
+        assert text.ranks[-1][1:] == (BEYOND, BEYOND)
+        for tree in (WIDE, DraftTree.from_paths([[r] for r in range(60 if size else 90)]), CHAIN):
+            result = SpeculativeDecoder(target, HeadProposer(head, target, tree)).generate(prompt, 30, ignore_eos=True)
+            found = replay([text], tree)
+            assert (found.num_steps, found.num_tokens) == (result.num_steps, result.step_tokens)
+            accepted += result.accepted_tokens
+    assert accepted > 25
+    assert rank_text(target, head, [5], [6], 8).ranks == []
+
+
+def test_ranks_are_those_of_the_trees(target: HFTarget) -> None:
+    head = head_of("medusa", target, None)
+    answer = SpeculativeDecoder(target).generate([5, 6, 7], 30, ignore_eos=True).tokens
+    text = rank_text(target, head, [5, 6, 7], answer, 97)
+    limited = rank_text(target, head, [5, 6, 7], answer, 8)
+    for row, short in zip(text.ranks, limited.ranks, strict=True):
+        assert tuple(min(rank, 8) for rank in row) == short
+
+
+def test_prices_of_trees() -> None:
+    table = CostTable({1: 10.0, 4: 13.0, 8: 21.0}, {1: 1.0, 2: 3.0}, {1: 0.5, 3: 1.5}, 0.25, 0.125)
+    assert [interpolate(table.target_ms, size) for size in (1, 2, 4, 6, 10)] == pytest.approx([10, 11, 13, 17, 25])
+    assert table.plain == 10.125
+    assert table.draft(DraftTree.chain(2)) == 3.0
+    # two levels of several nodes; two queries at the second
+    tree = DraftTree.from_paths([[0], [1], [0, 0], [1, 0]])
+    assert table.draft(tree) == pytest.approx(3.0 + 0.5 + 1.0)
+    assert table.step(tree) == pytest.approx(interpolate(table.target_ms, 5) + 4.5 + 0.25)
+    # one query with two continuations
+    assert table.draft(DraftTree.from_paths([[0], [0, 0], [0, 1]])) == pytest.approx(3.5)
+    assert table.as_json()["target_ms"] == {"1": 10.0, "4": 13.0, "8": 21.0}
+
+
+def test_measured_sizes_and_wide_trees() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(13) == [*range(1, 10), 12, 13]
+    assert sizes_up_to(25)[-3:] == [20, 24, 25]
+    assert sizes_up_to(600)[-1] == 600
+    for count in (1, 3):
+        tree = wide_tree(count, 3)
+        with_children = set(tree.parents)
+        assert [sum(node in with_children for node in level) for level in tree.levels] == [count, count, 0]
+        assert all(len(level) > 1 for level in tree.levels)
+    assert wide_tree(4, 1).max_depth == 1
+
+
+def test_parts_are_timed_in_turns() -> None:
+    order: list[int] = []
+    parts = {("part", i): (lambda i=i: order.append(i)) for i in range(3)}
+    times = timed(parts, 2, 0, torch.device("cpu"))
+    assert set(times) == set(parts)
+    assert all(ms >= 0 for ms in times.values())
+    assert [sorted(order[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_probe_leaves_the_cache_and_prices_every_part(kind: str, target: HFTarget) -> None:
+    probe = CostProbe(target, head_of(kind, target, None), [3, 4, 5, 6, 7, 8], 12)
+    measured = probe.measure(4, 2)
+    assert probe.cache.length == 6
+    assert list(measured["target_ms"]) == sizes_up_to(13)
+    assert list(measured["chain_ms"]) == [1, 2, 3]
+    assert list(measured["level_ms"]) == [1, 2, 4]
+    assert min(*measured["target_ms"].values(), *measured["chain_ms"].values()) > 0
+
+
+def test_candidates_are_plain_chains_and_best_trees() -> None:
+    table = accuracies(drawn_texts(), 2)
+    trees = candidate_trees(table, 6)
+    assert trees[:4] == [PLAIN, *(DraftTree.chain(k) for k in (1, 2, 3))]
+    assert len(set(trees)) == len(trees)
+    assert {len(tree) for tree in trees} == set(range(7))
+    assert candidate_trees([[0.0, 0.0]] * 3, 6) == trees[:4]
+    for tree in candidate_trees([[0.2, 0.4, 0.1, 0.3], [0.1, 0.0, 0.5, 0.1]], 12):
+        for node in range(-1, len(tree)):
+            ranks = sorted(rank for parent, rank in zip(tree.parents, tree.ranks, strict=True) if parent == node)
+            assert ranks == list(range(len(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("table", "chosen"),
+    [
+        # Tokens cost nothing: the largest tree there is of ranks 0 and 1.
+        (costs({1: 10.0, 100: 10.0}, draft=0.01), lambda tree: len(tree) == 14),
+        # A second token is free, a third is dear.
+        (costs({1: 10.0, 2: 10.0, 3: 30.0}, draft=0.1), lambda tree: tree == DraftTree.chain(1)),
+        # Drafts cost more than they give.
+        (costs({1: 10.0, 2: 10.0, 100: 10.0}, draft=30.0), lambda tree: tree == PLAIN),
+        # Verification does.
+        (costs({1: 10.0, 2: 19.0, 100: 900.0}, draft=0.1), lambda tree: tree == PLAIN),
+        # Depth is dear, width is not: one level.
+        (costs({1: 10.0, 100: 10.0}, draft=7.0), lambda tree: (tree.max_depth, len(tree)) == (1, 2)),
+        # Width is dear: a chain.
+        (costs({1: 10.0, 100: 10.0}, draft=0.1, level=9.0), lambda tree: tree == CHAIN),
+    ],
+)
+def test_choice_follows_the_costs(table: CostTable, chosen: Any) -> None:
+    candidates = predict(drawn_texts(), table, 14, 2)
+    assert chosen(candidates[0].tree), candidates[0]
+    speeds = [candidate.tokens_per_s for candidate in candidates]
+    assert speeds == sorted(speeds, reverse=True)
+    assert candidates[0].tokens_per_s == pytest.approx(
+        1e3
+        * replay(drawn_texts(), candidates[0].tree).acceptance_length
+        / (table.step(candidates[0].tree) if len(candidates[0].tree) else table.plain)
+    )
+    found = finalists(candidates, 2)
+    assert found[0].tree == PLAIN
+    assert any(is_chain(candidate.tree) for candidate in found)
+    assert len({candidate.tree for candidate in found}) == len(found) in (3, 4)
+
+
+class FixedCosts(Tuner):
+    """A tuner on a machine of given costs."""
+
+    table: CostTable
+
+    def measure_costs(self, texts: Any) -> CostTable:
+        return self.table
+
+
+def tuner(target: HFTarget, table: CostTable, said: list[str]) -> FixedCosts:
+    config = TuneConfig(max_new_tokens=24, max_nodes=8, num_ranks=4, rounds=1)
+    found = FixedCosts(target, head_of("medusa", target, None), [[5, 6], [7, 8, 9]], config, said.append)
+    found.table = table
+    return found
+
+
+def test_the_measurement_decides(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = {"now": 0.0}
+    monkeypatch.setattr("specdraft.eval.tune.perf_counter", lambda: clock["now"])
+    inner = SpeculativeDecoder.generate
+
+    def generate(self: SpeculativeDecoder, *args: Any, **kwargs: Any) -> Any:
+        result = inner(self, *args, **kwargs)
+        result.time_ms["prefill"] = 0.0
+        step = 1.0 if self.proposer is None else 4.0 if is_chain(self.proposer.tree) else 0.5
+        clock["now"] += step * result.num_steps
+        return result
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
+    body = tuner(target, costs({1: 10.0, 2: 10.0, 3: 90.0}, draft=0.001), said).run()
+    # Predicted best is the likeliest token alone; by the clock, everything else is faster.
+    assert shape_json(DraftTree.chain(1)).items() <= body["candidates"][0].items()
+    assert body["shape"]["plain"] is False, body["verified"]
+    assert body["shape"]["num_draft_tokens"] != 1
+    assert body["measured"]["speedup"] > 1.9
+    assert [run["plain"] for run in body["verified"]].count(True) == 1
+    assert all(run["identical_outputs"] == 2 for run in body["verified"])
+    assert any(line.startswith("measured: plain decoding") for line in said)
+
+
+def test_plain_decoding_can_be_the_best(target: HFTarget) -> None:
+    body = tuner(target, costs({1: 10.0, 2: 900.0}, draft=50.0), []).run()
+    assert body["candidates"][0]["plain"]
+    # A random head is right about never, so the clock agrees.
+    assert body["shape"] == {"plain": True, "num_draft_tokens": None, "tree": None}
+    assert body["measured"]["speedup"] == 1.0
+
+
+def test_answers_of_one_token_cannot_be_tuned_on(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TuneConfig(max_new_tokens=8)
+    one = Tuner(target, head_of("medusa", target, None), [[5]], config, lambda line: None)
+    monkeypatch.setattr(config, "max_new_tokens", 1)
+    with pytest.raises(DataError, match=r"tune.prompts: every answer ends at its first token"):
+        one.run()
+
+
+def test_a_single_second_choice_is_no_chain() -> None:
+    assert shape_json(DraftTree.from_paths([[1]])) == {"plain": False, "num_draft_tokens": None, "tree": [[1]]}
+    assert shape_json(DraftTree.chain(2)) == {"plain": False, "num_draft_tokens": 2, "tree": None}
+    assert not is_chain(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 4}, r"tune.batch_size: only single rows can be tuned for, got 4; use 1"),
+        ({"prompts": []}, r"tune.prompts: must name at least one set"),
+        ({"rounds": 0}, r"tune.rounds: must be at least 1, got 0"),
+        ({"max_nodes": 129}, r"tune.max_nodes: must lie in 1..128, got 129"),
+        ({"head_dtype": "int8"}, r"tune.head_dtype: unknown dtype, got 'int8'"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TuneConfig(**settings)
+
+
+HERE = machine(torch.device("cpu"), torch.float32, torch.float32)
+
+
+def write_tuned(folder: Any, shape: dict[str, Any], **changes: Any) -> None:
+    from specdraft.data.sources import file_sha256
+
+    value = {
+        "schema": 1,
+        "shape": shape,
+        "machine": HERE,
+        "head": {"sha256": file_sha256(folder / "model.safetensors")},
+        "measured": {"speedup": 1.5},
+        "verified": [{"plain": True, "tokens_per_s": 10.0}, {"plain": False, "tokens_per_s": 8.0}],
+        **changes,
+    }
+    write_results(value, folder / "decode.json")
+
+
+def test_a_tuned_shape_is_used_where_it_was_tuned(target: HFTarget, tmp_path: Any) -> None:
+    folder = save_head(head_of("medusa", target, None), tmp_path / "head")
+    decode = DecodeConfig(max_new_tokens=7)
+    assert with_tuned_shape(folder, decode, HERE).note is None
+    write_tuned(folder, shape_json(TREE))
+    found = with_tuned_shape(folder, decode, HERE)
+    assert (found.decode.tree, found.decode.max_new_tokens, found.plain) == (TREE.paths(), 7, False)
+    assert found.note == "decode.json: a tree of 5 nodes, tuned for this machine (1.50x plain decoding)"
+    given = DecodeConfig(num_draft_tokens=2)
+    assert with_tuned_shape(folder, given, HERE).decode is given
+    write_tuned(folder, shape_json(DraftTree.chain(2)))
+    assert with_tuned_shape(folder, decode, HERE).decode.num_draft_tokens == 2
+    for key, value in (("dtype", "bfloat16"), ("threads", 99), ("processor", "other")):
+        other = with_tuned_shape(folder, decode, {**HERE, key: value})
+        assert other.decode is decode
+        assert (
+            other.note == f"decode.json: not used, it was tuned for {key} {HERE[key]}, not {value}; run specdraft tune"
+        )
+    write_tuned(folder, shape_json(PLAIN))
+    found = with_tuned_shape(folder, decode, HERE)
+    assert (found.decode, found.plain) == (decode, True)
+    assert found.note == "decode.json: plain decoding is the fastest here (best draft 0.80x)"
+    write_tuned(folder, shape_json(TREE), head={"sha256": "0"})
+    assert "tuned for another head" in str(with_tuned_shape(folder, decode, HERE).note)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"schema": 2}', "is not of schema 1"),
+        ('{"schema": 1}', "cannot be read"),
+    ],
+)
+def test_a_torn_shape_is_an_error(text: str, message: str, target: HFTarget, tmp_path: Any) -> None:
+    folder = save_head(head_of("medusa", target, None), tmp_path / "head")
+    (folder / "decode.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"^head: decode.json {message}"):
+        with_tuned_shape(folder, DecodeConfig(), HERE)
+
+
+def test_a_shape_against_the_rules_is_an_error(target: HFTarget, tmp_path: Any) -> None:
+    folder = save_head(head_of("medusa", target, None), tmp_path / "head")
+    write_tuned(folder, {"plain": False, "num_draft_tokens": None, "tree": [[0], [1, 1]]})
+    with pytest.raises(CheckpointError, match=r"^head: decode.json holds no shape"):
+        with_tuned_shape(folder, DecodeConfig(), HERE)
