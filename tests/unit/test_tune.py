@@ -20,7 +20,7 @@ from specdraft.eval.costs import CostProbe, CostTable, interpolate, sizes_up_to,
 from specdraft.eval.report import write_results
 from specdraft.eval.tune import PLAIN, Tuner, candidate_trees, finalists, is_chain, predict, shape_json
 from specdraft.eval.tuned import machine, with_tuned_shape
-from specdraft.heads.base import DraftHead
+from specdraft.heads.base import DraftHead, head_kinds
 from specdraft.heads.storage import save_head
 from specdraft.targets.hf import HFTarget
 from tests.support import make_head
@@ -29,7 +29,7 @@ from tests.tiny import tiny_target
 CHAIN = DraftTree.chain(3)
 TREE = DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
 WIDE = DraftTree.from_paths([[r] for r in range(30)] + [[r, s] for r in range(30) for s in range(4)])
-KINDS = ["medusa", "eagle", "eagle3"]
+KINDS = list(head_kinds())
 
 
 @pytest.fixture(scope="module")
