@@ -32,7 +32,7 @@ def known_keys(config_class: type[Any]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _kinds_of(hint: type[Any]) -> Iterable[type[Any]]:
+def _kinds_of(hint: type) -> Iterable[type]:
     """The classes that may stand for ``hint``, of which the setting ``kind`` chooses one."""
     return head_schemas().values() if hint is HeadConfig else PROPOSERS.values() if hint is ProposerConfig else []
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
@@ -26,8 +26,10 @@ from specdraft.config.overrides import check_hydra_overrides, escape_interpolati
 from specdraft.config.paths import config_dir
 from specdraft.config.schema import RUNS, SHORTHANDS, ExperimentRun
 from specdraft.core.errors import ConfigError, SpecDraftError
+from specdraft.decode._proposer_config import PROPOSERS, ProposerConfig
 from specdraft.heads._config import HeadConfig
 
+C = TypeVar("C")
 VERSION_BASE = "1.3"
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What Hydra raises for a mistake in YAML or overrides."""
@@ -35,11 +37,13 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 
 @cache
 def register_schemas(command: str) -> None:
-    """Enters ``base_<command>`` and ``head/base_<kind>`` into Hydra's store, for the defaults lists of the YAML."""
+    """Enters ``base_<command>`` and, by kind, ``head/base_<kind>`` and ``proposer/base_<kind>`` into Hydra's store."""
     store = ConfigStore.instance()
     store.store(name=f"base_{command}", node=_schema(RUNS[command]))
     for kind, config_class in head_schemas().items():
         store.store(group="head", name=f"base_{kind}", node=_schema(config_class))
+    for kind, proposer_class in PROPOSERS.items():
+        store.store(group="proposer", name=f"base_{kind}", node=_schema(proposer_class))
 
 
 def _schema(config_class: type) -> DictConfig:
@@ -116,7 +120,9 @@ def to_run(command: str, config: DictConfig) -> Any:
     try:
         schema = _schema(run_class)
         if issubclass(run_class, ExperimentRun):
-            schema.head = _schema(_head_class(config))
+            schema.head = _schema(_class_of_kind(config, "head", HeadConfig, head_schemas()))
+        if "proposer" in schema:
+            schema.proposer = _schema(_class_of_kind(config, "proposer", ProposerConfig, PROPOSERS))
         merged = OmegaConf.merge(schema, values)
         _refuse_missing(command, OmegaConf.missing_keys(merged))
         return OmegaConf.to_object(merged)
@@ -132,16 +138,32 @@ def _look_up(values: Any, key: str) -> Any:
     return values
 
 
-def _head_class(config: DictConfig) -> type[HeadConfig]:
-    """The config class that ``head.kind`` names; the option of the group ``head`` must be of that kind."""
-    kind = OmegaConf.select(config, "head.kind")
-    kinds = head_schemas()
+def _class_of_kind(config: DictConfig, group: str, base: type[C], kinds: Mapping[str, type[C]]) -> type[C]:
+    """The config class that ``<group>.kind`` names; the option of the group must be of that kind."""
+    kind = OmegaConf.select(config, f"{group}.kind")
     if kind not in kinds:
-        raise no_such_option("head.kind", kind, kinds)
-    chosen = OmegaConf.get_type(config.head)
-    if chosen not in (dict, HeadConfig, kinds[kind]):
-        raise ConfigError(f"head.kind: comes with the option of head, got {kind}; write head={kind}")
+        raise no_such_option(f"{group}.kind", kind, kinds)
+    chosen = OmegaConf.get_type(config[group])
+    if chosen not in (dict, base, kinds[kind]):
+        raise ConfigError(f"{group}.kind: comes with the option of {group}, got {kind}; write {group}={kind}")
     return kinds[kind]
+
+
+def to_proposer(entry: Any) -> ProposerConfig:
+    """The settings of one entry of ``proposers``: a kind, or a dictionary of a kind and settings of it.
+
+    Raises:
+        ConfigError: another kind, or a setting that does not exist, does not fit or is out of range.
+    """
+    settings = dict(entry) if isinstance(entry, dict) else {"kind": entry}
+    kind = settings.get("kind")
+    if kind not in PROPOSERS or kind == "head":
+        raise no_such_option("proposers", kind, [name for name in PROPOSERS if name != "head"])
+    try:
+        return cast(ProposerConfig, OmegaConf.to_object(OmegaConf.merge(_schema(PROPOSERS[kind]), settings)))
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        raise explain(error, PROPOSERS[kind], [f"{key}={settings.get(key)}"]) from error
 
 
 def _refuse_missing(command: str, keys: set[str]) -> None:

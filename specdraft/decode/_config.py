@@ -69,6 +69,11 @@ class DecodeConfig:
         """Whether the draft's shape is given rather than left to the head."""
         return self.tree is not None or self.num_draft_tokens is not None or self.dynamic_total_tokens is not None
 
+    @property
+    def shapes_heads(self) -> bool:
+        """Whether a setting is given that only a trained head heeds."""
+        return self.has_shape or self.head_dtype is not None
+
     def _check_dynamic(self) -> None:
         limits = {"dynamic_total_tokens": MAX_NODES, "dynamic_depth": 32, "dynamic_top_k": 64}
         for name, limit in limits.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree, Proposal
@@ -59,6 +59,11 @@ class DraftModelProposer:
         self._chains = [DraftTree.chain(depth) for depth in range(tree.max_depth + 1)]
         self._levels = {depth: _Levels(tree.truncate(depth), model.device) for depth in range(1, tree.max_depth + 1)}
         self._plans: dict[tuple[DraftTree, int], TreePlan] = {}
+
+    @property
+    def weights(self) -> nn.Module | None:
+        """The module that holds the model's weights; None where the target is of another kind than ours."""
+        return self.model.model if isinstance(self.model, HFTarget) else None
 
     def features(self) -> FeatureRequest:
         """Nothing of the target's."""
