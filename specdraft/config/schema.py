@@ -76,6 +76,11 @@ class ExperimentRun:
     def _check_lengths(self) -> None:
         """Rules between the depth of the head, the drafts of decoding and the rows of the data."""
         depth = self.head.num_draft_tokens
+        if self.loss.step_weights is not None and len(self.loss.step_weights) != depth:
+            raise ConfigError(
+                f"loss.step_weights: must be one for each of head.num_draft_tokens ({depth}), "
+                f"got {self.loss.step_weights}; give {depth} or null"
+            )
         if self.data.max_length < depth + 2:
             raise ConfigError(
                 f"data.max_length: must be at least head.num_draft_tokens + 2 ({depth + 2}), "

@@ -1,4 +1,4 @@
-"""Cross-entropy over draft logits that exist for one chunk of anchors at a time, with its gradient made on the way."""
+"""Loss terms over draft logits that exist for one chunk of anchors at a time, with their gradient made on the way."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdraft.core.types import DraftStep, Unembedding
+from specdraft.losses._config import LossConfig
+from specdraft.losses.divergences import Chunk, compare
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Everything ``ChunkedCrossEntropy`` needs that takes no gradient. Lists run over the K steps, tensors over anchors.
+    """Everything ``ChunkedTerms`` needs that takes no gradient. Lists run over the K steps, tensors over anchors.
 
     labels: ``[N]`` int64 draft ids, -1 outside. scales: ``[N]`` float32, 0 outside the loss. positions: ``[N]`` int64,
-    flat teacher positions. teacher_hidden: ``[B*T, H]`` or None without a soft term. teacher: the target's lm_head over
-    the draft vocabulary. hard, soft: weights of the two terms. chunk_size: most rows of logits at one time.
+    flat teacher positions. teacher_hidden: ``[B*T, H]`` or None without a term of the target's distribution. teacher:
+    the target's lm_head over the draft vocabulary. config: the terms and their weights, the size of a chunk.
     """
 
     steps: Sequence[DraftStep]
@@ -28,9 +30,24 @@ class ChunkPlan:
     positions: list[Tensor]
     teacher_hidden: Tensor | None
     teacher: Unembedding
-    hard: float
-    soft: float
-    chunk_size: int
+    config: LossConfig
+
+    @property
+    def hard(self) -> float:
+        """Weight of the labels."""
+        return self.config.terms.get("hard_ce", 0.0)
+
+    @property
+    def soft(self) -> float:
+        """Weight of the target's distribution in the gradient: the forward KL has that of the cross-entropy."""
+        return self.config.terms.get("soft_ce", 0.0) + self.config.terms.get("forward_kl", 0.0)
+
+    @property
+    def bends(self) -> bool:
+        """Whether a gradient has to go through whole logits: a soft-cap, or more than cross-entropies."""
+        return any(u.softcap is not None for u, _ in self.groups()) or bool(
+            self.config.distribution_terms.keys() - {"soft_ce", "forward_kl"}
+        )
 
     @property
     def trained_weights(self) -> list[Tensor]:
@@ -52,7 +69,7 @@ class ChunkPlan:
         active = [scale.nonzero().flatten() for scale in self.scales]
         unique = torch.unique(torch.cat([self.positions[k][rows] for k, rows in enumerate(active)]))
         places = [torch.searchsorted(unique, self.positions[k][rows]) for k, rows in enumerate(active)]
-        size = max(self.chunk_size // len(self.steps), 1)
+        size = max(self.config.chunk_size // len(self.steps), 1)
         for start in range(0, unique.numel(), size):
             members = []
             for rows, place in zip(active, places, strict=True):
@@ -61,16 +78,17 @@ class ChunkPlan:
             yield unique[start : start + size], members
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of draft logits z = W h against the target's distribution p and the labels y.
+class ChunkedTerms(torch.autograd.Function):
+    """The weighted terms over draft logits z = W h, with the labels y and the target's distribution p.
 
-    With e = soft * p W + hard * W_y, the vector that the wanted tokens point to, and w = soft + hard:
+    For the cross-entropies and the forward KL, with e = soft * p W + hard * W_y, the vector that the wanted tokens point
+    to, and w = soft + hard:
 
         loss = w logsumexp(z) - e . h        d loss / dh = w softmax(z) W - e        d loss / dW = (w softmax(z) - p - 1_y) h^T
 
     so p enters only through p W and p^T h, once for all depths that share it, and the logits are passed over three times
     (product, maximum, softmax). Both gradients are made where the logits exist anyway and only scaled in the backward
-    pass. A soft-capped target bends z, so its gradient goes through the whole logits instead (``_bent``).
+    pass. Other terms, and a soft-capped target, which bends z, need the gradient of whole logits instead (``_bent``).
     Returns the losses ``[K]`` float64 and, per step, ``[N]`` bool: the argmax of the draft logits is the label.
     """
 
@@ -94,6 +112,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (None, *(g * upstream.to(g.dtype) for g in ctx.grads))
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The n rows of a chunk that share an lm_head, of one or more steps.
+
+    hidden: ``[n, H']``. labels, place: ``[n]`` int64 draft ids and rows of the teacher. scale: ``[n]`` float32.
+    weight: ``[D, H']`` of the lm_head. grad_weight: what its gradient is added to, ``[D, H']`` float32, or None.
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    scale: Tensor
+    place: Tensor
+    unembed: Unembedding
+    weight: Tensor
+    grad_weight: Tensor | None
+
+
 class _Work:
     """The sums that the chunks of one batch add to."""
 
@@ -102,8 +137,10 @@ class _Work:
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else hidden[0].dtype
         self.plan = plan
+        self.config = plan.config
         self.hidden = hidden
         self.groups = plan.groups()
+        self.terms = self._bent if plan.bends else self._linear
         self.weights = {id(u.weight): u.weight.detach().to(self.dtype) for u, _ in self.groups}
         self.teacher_weight = plan.teacher.weight.detach().to(self.dtype)
         self.grad_hidden = [torch.zeros_like(h) for h in hidden]
@@ -113,102 +150,98 @@ class _Work:
 
     def chunk(self, positions: Tensor, members: list[tuple[Tensor, Tensor]]) -> None:
         """Adds the anchors of one chunk."""
-        plan, probs = self.plan, None
-        if plan.teacher_hidden is not None:
-            logits = _product(plan.teacher_hidden[positions].to(self.dtype), self.teacher_weight, plan.teacher)
-            probs = plan.teacher.finish(logits).softmax(-1)
+        plan, teacher = self.plan, self._teacher(positions)
         for unembed, steps in self.groups:
-            rows = [members[k][0] for k in steps]
-            if not sum(r.numel() for r in rows):
+            parts = [members[k][0] for k in steps]
+            if not sum(part.numel() for part in parts):
                 continue
-            h = torch.cat([self.hidden[k][r] for k, r in zip(steps, rows, strict=True)]).to(self.dtype)
-            labels = torch.cat([plan.labels[k][r] for k, r in zip(steps, rows, strict=True)])
-            scale = torch.cat([plan.scales[k][r] for k, r in zip(steps, rows, strict=True)])
-            place = torch.cat([members[k][1] for k in steps])
-            weight = self.weights[id(unembed.weight)]
-            grad_weight = self.grad_weight.get(id(unembed.weight))
-            one = self._bent if unembed.softcap is not None else self._linear
-            loss, grad, hit = one(h, labels, scale, place, probs, weight, unembed, grad_weight)
+            rows = _Rows(
+                hidden=torch.cat([self.hidden[k][r] for k, r in zip(steps, parts, strict=True)]).to(self.dtype),
+                labels=torch.cat([plan.labels[k][r] for k, r in zip(steps, parts, strict=True)]),
+                scale=torch.cat([plan.scales[k][r] for k, r in zip(steps, parts, strict=True)]),
+                place=torch.cat([members[k][1] for k in steps]),
+                unembed=unembed,
+                weight=self.weights[id(unembed.weight)],
+                grad_weight=self.grad_weight.get(id(unembed.weight)),
+            )
+            loss, grad, hit = self.terms(rows, teacher)
             start = 0
-            for k, r in zip(steps, rows, strict=True):
+            for k, r in zip(steps, parts, strict=True):
                 part = slice(start, start + r.numel())
                 self.losses[k] += loss[part].sum(dtype=torch.float64)
                 self.grad_hidden[k][r] = grad[part].to(self.grad_hidden[k].dtype)
                 self.hits[k][r] = hit[part]
                 start += r.numel()
 
-    def _linear(
-        self,
-        h: Tensor,
-        labels: Tensor,
-        scale: Tensor,
-        place: Tensor,
-        probs: Tensor | None,
-        weight: Tensor,
-        unembed: Unembedding,
-        grad_weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses ``[n]``, gradients ``[n, H']`` and hits ``[n]`` of rows ``h`` ``[n, H']`` without a soft-cap."""
-        plan, h32 = self.plan, h.float()
-        logits = unembed.finish(_product(h, weight, unembed))
+    def _teacher(self, positions: Tensor) -> Tensor | None:
+        """The target's distribution at positions ``[c]``, ``[c, D]``; None without a term that asks for it.
+
+        Log-probabilities in float32 where gradients go through whole logits, else probabilities.
+        """
+        plan = self.plan
+        if plan.teacher_hidden is None:
+            return None
+        product = _product(plan.teacher_hidden[positions].to(self.dtype), self.teacher_weight, plan.teacher)
+        logits = plan.teacher.finish(product)
+        if self.config.teacher_temperature != 1.0:
+            logits = logits / self.config.teacher_temperature
+        return logits.float().log_softmax(-1) if plan.bends else logits.softmax(-1)
+
+    def _linear(self, rows: _Rows, probs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses ``[n]``, gradients ``[n, H']`` and hits ``[n]`` of cross-entropies without a soft-cap."""
+        plan, unembed, h32 = self.plan, rows.unembed, rows.hidden.float()
+        logits = unembed.finish(_product(rows.hidden, rows.weight, unembed))
         top = logits.amax(-1)
-        hits = _is_argmax(logits, top, labels)
+        hits = _is_argmax(logits, top, rows.labels)
         q = logits.softmax(-1)
         # exp(top - logsumexp) is the largest probability; float32, since bf16 would round the loss to two digits
         total = torch.logsumexp(logits.float(), -1) if logits.dtype == torch.float32 else _logsumexp(logits, top)
-        known = (labels >= 0).float() * plan.hard
-        index = labels.clamp(min=0)
-        wanted = weight[index].float() * known[:, None]
+        known = (rows.labels >= 0).float() * plan.hard
+        index = rows.labels.clamp(min=0)
+        wanted = rows.weight[index].float() * known[:, None]
         bias = 0.0 if unembed.bias is None else unembed.bias.detach().float()[index] * known
         if probs is not None:
-            wanted += plan.soft * (probs @ weight).float()[place]
+            wanted += plan.soft * (probs @ rows.weight).float()[rows.place]
             if unembed.bias is not None:
-                bias = bias + plan.soft * (probs.float() @ unembed.bias.detach().float())[place]
+                bias = bias + plan.soft * (probs.float() @ unembed.bias.detach().float())[rows.place]
         mass = known + (plan.soft if probs is not None else 0.0)
         loss = mass * total - unembed.scale * ((wanted * h32).sum(-1) + bias)
-        grad = ((q @ weight).float() * mass[:, None] - wanted) * (scale * unembed.scale)[:, None]
-        if grad_weight is not None:
-            scaled = h32 * (scale * unembed.scale)[:, None]
-            grad_weight += q.t() @ (scaled * mass[:, None]).to(self.dtype)
+        if probs is not None and "forward_kl" in self.config.terms:
+            entropy = torch.special.entr(probs.float()).sum(-1)
+            loss = loss - self.config.terms["forward_kl"] * entropy[rows.place]
+        scale = rows.scale * unembed.scale
+        grad = ((q @ rows.weight).float() * mass[:, None] - wanted) * scale[:, None]
+        if rows.grad_weight is not None:
+            scaled = h32 * scale[:, None]
+            rows.grad_weight.add_(q.t() @ (scaled * mass[:, None]).to(self.dtype))
             if plan.hard:
-                grad_weight.index_add_(0, index, scaled * -known[:, None])
+                rows.grad_weight.index_add_(0, index, scaled * -known[:, None])
             if probs is not None:
-                by_place = torch.zeros(probs.shape[0], h.shape[1], device=h.device).index_add_(0, place, scaled)
-                grad_weight.sub_(probs.t() @ by_place.to(self.dtype), alpha=plan.soft)
-        return loss * scale, grad, hits
+                by_place = torch.zeros(probs.shape[0], h32.shape[1], device=h32.device)
+                by_place.index_add_(0, rows.place, scaled)
+                rows.grad_weight.sub_(probs.t() @ by_place.to(self.dtype), alpha=plan.soft)
+        return loss * rows.scale, grad, hits
 
-    def _bent(
-        self,
-        h: Tensor,
-        labels: Tensor,
-        scale: Tensor,
-        place: Tensor,
-        probs: Tensor | None,
-        weight: Tensor,
-        unembed: Unembedding,
-        grad_weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with a soft-cap c: z = c tanh(x / c), dz/dx = 1 - (z / c)^2, on float32 logits."""
-        plan = self.plan
-        logits = unembed.finish(_product(h, weight, unembed).float())
-        hits = _is_argmax(logits, logits.amax(-1), labels)
+    def _bent(self, rows: _Rows, log_p: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for every term, and with a soft-cap c: z = c tanh(x / c), dz/dx = 1 - (z / c)^2; float32 logits."""
+        unembed = rows.unembed
+        logits = unembed.finish(_product(rows.hidden, rows.weight, unembed).float())
+        hits = _is_argmax(logits, logits.amax(-1), rows.labels)
         log_q = logits.log_softmax(-1)
-        known = (labels >= 0).float() * plan.hard
-        index = labels.clamp(min=0)[:, None]
+        known = (rows.labels >= 0).float() * self.plan.hard
+        index = rows.labels.clamp(min=0)[:, None]
         loss = -known * log_q.gather(1, index)[:, 0]
-        mass = known
-        grad = torch.zeros_like(log_q).scatter_add_(1, index, -known[:, None])
-        if probs is not None:
-            rows = probs.float()[place]
-            loss = loss - plan.soft * (rows * log_q).sum(-1)
-            mass = mass + plan.soft
-            grad.add_(rows, alpha=-plan.soft)
-        grad.addcmul_(log_q.exp(), mass[:, None].expand_as(log_q))
-        cap = unembed.softcap or 1.0
-        grad = (grad * (1 - (logits / cap).square()) * (scale * unembed.scale)[:, None]).to(self.dtype)
-        if grad_weight is not None:
-            grad_weight += grad.t() @ h
-        return loss * scale, grad @ weight, hits
+        grad = (log_q.exp() * known[:, None]).scatter_add_(1, index, -known[:, None])
+        if log_p is not None:
+            chunk = Chunk(log_q, log_p[rows.place], self.config.top_k, self.config.adaptive_rate)
+            more, towards = compare(chunk, self.config.distribution_terms)
+            loss, grad = loss + more, grad + towards
+        if unembed.softcap is not None:
+            grad = grad * (1 - (logits / unembed.softcap).square())
+        grad = (grad * (rows.scale * unembed.scale)[:, None]).to(self.dtype)
+        if rows.grad_weight is not None:
+            rows.grad_weight.add_(grad.t() @ rows.hidden)
+        return loss * rows.scale, grad @ rows.weight, hits
 
 
 def _product(hidden: Tensor, weight: Tensor, unembed: Unembedding) -> Tensor:

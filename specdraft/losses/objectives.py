@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdraft.core.errors import ConfigError
 from specdraft.core.types import DraftBatch, DraftStep, TokenBatch, Unembedding
 from specdraft.losses._config import LossConfig
 from specdraft.losses.alignment import Aligned, align, anchor_positions
-from specdraft.losses.chunked import ChunkedCrossEntropy, ChunkPlan
+from specdraft.losses.chunked import ChunkedTerms, ChunkPlan
 from specdraft.losses.metrics import StepStats
 
 
@@ -43,8 +44,9 @@ class Objective:
 
         loss_sum = sum_k gamma^k sum_n w_n sum_term lambda_term term(k, n)
 
-    hard_ce: -log q(label). soft_ce: -sum_x p(x) log q(x), p the target's distribution over the draft vocabulary
-    (EAGLE-3; Medusa's distillation form). smooth_l1: mean over H of SmoothL1(draft hidden, target hidden) (EAGLE-1).
+    (or with step_weights[k] for gamma^k). hard_ce: -log q(label). soft_ce: -sum_x p(x) log q(x), p the target's
+    distribution over the draft vocabulary, renormalised there (EAGLE-3; Medusa's distillation form); the other terms of
+    p and q are written out in ``divergences``. smooth_l1: mean over H of SmoothL1(draft hidden, target hidden) (EAGLE-1).
     """
 
     def __init__(self, config: LossConfig) -> None:
@@ -72,10 +74,11 @@ class Objective:
 
     def __call__(self, steps: Sequence[DraftStep], batch: DraftBatch, teacher: Teacher) -> LossResult:
         """Loss and counts of one batch. Without anchors the loss is a zero that still reaches every step's graph."""
+        self._check(steps, batch)
         aligned = [align(batch, step) for step in steps]
         weights = self.anchor_weights(batch)
         scales = [
-            weights * (self._in_loss(a, batch, teacher) * self.config.step_decay**k) for k, a in enumerate(aligned)
+            weights * (self._in_loss(a, batch, teacher) * self.config.step_weight(k)) for k, a in enumerate(aligned)
         ]
         loss_sum = _connected_zero(steps)
         step_losses = torch.zeros(len(steps), dtype=torch.float64, device=batch.anchors.device)
@@ -90,6 +93,17 @@ class Objective:
             loss_sum = loss_sum + values.sum().float()
             step_losses += values.detach()
         return LossResult(loss_sum, _stats(aligned, hits, step_losses))
+
+    def _check(self, steps: Sequence[DraftStep], batch: DraftBatch) -> None:
+        """Raises ConfigError where the head's steps do not fit the settings."""
+        weights, width = self.config.step_weights, batch.features.last_hidden.shape[-1]
+        if weights is not None and len(weights) < len(steps):
+            raise ConfigError(f"loss.step_weights: the head trains {len(steps)} depths, got {weights}; give as many")
+        if "smooth_l1" in self.config.terms and steps[0].hidden.shape[-1] != width:
+            raise ConfigError(
+                f"loss.terms.smooth_l1: this head drafts no features of the target's width {width}, "
+                f"got {steps[0].hidden.shape[-1]}; remove the term"
+            )
 
     def _in_loss(self, aligned: Aligned, batch: DraftBatch, teacher: Teacher) -> Tensor:
         """``[N]`` bool: valid anchors, less those whose token the draft vocabulary lacks."""
@@ -117,7 +131,7 @@ class Objective:
         """Losses ``[K]`` float64 of the terms over logits, and ``[N]`` bool per step, True where the argmax is the label."""
         label_map = teacher.label_map
         labels = [a.labels if label_map is None else label_map[a.labels] for a in aligned]
-        teacher_hidden = batch.features.last_hidden.flatten(0, 1) if "soft_ce" in self.config.terms else None
+        teacher_hidden = batch.features.last_hidden.flatten(0, 1) if self.config.distribution_terms else None
         plan = ChunkPlan(
             steps=steps,
             labels=labels,
@@ -125,11 +139,9 @@ class Objective:
             positions=[a.teacher_positions for a in aligned],
             teacher_hidden=teacher_hidden,
             teacher=teacher.draft_unembed,
-            hard=self.config.terms.get("hard_ce", 0.0),
-            soft=self.config.terms.get("soft_ce", 0.0),
-            chunk_size=self.config.chunk_size,
+            config=self.config,
         )
-        out = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        out = ChunkedTerms.apply(  # type: ignore[no-untyped-call]
             plan, *(step.hidden for step in steps), *plan.trained_weights
         )
         return out[0], [hit & a.valid for hit, a in zip(out[1:], aligned, strict=True)]

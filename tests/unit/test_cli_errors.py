@@ -127,6 +127,10 @@ TABLE = [
         "data.max_new_tokens: leaves no room for a prompt in data.max_length (128), got 128",
     ),
     (
+        "train name=x loss.step_weights=[1.0,0.5]",
+        "loss.step_weights: must be one for each of head.num_draft_tokens (4), got [1.0, 0.5]; give 4 or null",
+    ),
+    (
         "train name=x decode.num_draft_tokens=5",
         "decode.num_draft_tokens: must not exceed head.num_draft_tokens (4), got 5",
     ),

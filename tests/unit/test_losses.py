@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from specdraft.core.errors import ConfigError
 from specdraft.core.types import DraftBatch, DraftStep, Features, TokenBatch, Unembedding
-from specdraft.losses._config import LossConfig
+from specdraft.losses._config import DISTRIBUTION_TERMS, LossConfig
 from specdraft.losses.alignment import align, anchor_positions, build_draft_batch
 from specdraft.losses.metrics import StepStats
 from specdraft.losses.objectives import Objective, Teacher
@@ -35,6 +35,30 @@ def steps_and_batch(trained: bool, unembed_fields: dict[str, float]) -> tuple[li
     return steps, batch, Teacher(unembed, draft, label_map)
 
 
+def eager_term(name: str, p: torch.Tensor, q: torch.Tensor, config: LossConfig) -> torch.Tensor:
+    """A term of the target's distribution p and the draft's q, ``[D]`` each, by its definition."""
+    overlap = torch.minimum(p, q).sum()
+    if name == "soft_ce":
+        return -(p * q.log()).sum()
+    if name == "forward_kl":
+        return (p * (p / q).log()).sum()
+    if name == "reverse_kl":
+        return (q * (q / p).log()).sum()
+    if name == "jensen_shannon":
+        m = (p + q) / 2
+        return ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2
+    if name == "total_variation":
+        return 1 - overlap
+    if name == "log_acceptance":
+        return -overlap.log()
+    if name == "adaptive":
+        share = torch.exp(-config.adaptive_rate * overlap.detach())
+        return share * (p * (p / q).log()).sum() + (1 - share) * (1 - overlap)
+    assert name == "top_k"
+    best = p.topk(min(config.top_k, p.numel())).indices
+    return -(p[best] * q[best].log()).sum()
+
+
 def eager(steps: list[DraftStep], batch: DraftBatch, teacher: Teacher, config: LossConfig) -> torch.Tensor:
     """The definition, with loops and whole logits."""
     total = torch.zeros(())
@@ -56,16 +80,16 @@ def eager(steps: list[DraftStep], batch: DraftBatch, teacher: Teacher, config: L
                 continue
             weight = 1 / rows.count(b) if config.normalize == "sequence" else 1.0
             log_q = step.unembed(step.hidden[n]).log_softmax(-1)
+            p = (teacher.draft_unembed(teacher_hidden) / config.teacher_temperature).softmax(-1)
             term = torch.zeros(())
-            if "soft_ce" in config.terms:
-                term = (
-                    term - config.terms["soft_ce"] * (teacher.draft_unembed(teacher_hidden).softmax(-1) * log_q).sum()
-                )
+            for name in set(config.terms) - {"hard_ce", "smooth_l1"}:
+                term = term + config.terms[name] * eager_term(name, p, log_q.exp(), config)
             if "hard_ce" in config.terms and draft_label >= 0:
                 term = term - config.terms["hard_ce"] * log_q[draft_label]
             if "smooth_l1" in config.terms:
                 term = term + config.terms["smooth_l1"] * F.smooth_l1_loss(step.hidden[n], teacher_hidden)
-            total = total + weight * config.step_decay**k * term
+            depth = config.step_decay**k if config.step_weights is None else config.step_weights[k]
+            total = total + weight * depth * term
     return total
 
 
@@ -79,6 +103,11 @@ def eager(steps: list[DraftStep], batch: DraftBatch, teacher: Teacher, config: L
         {"terms": {"smooth_l1": 1.0, "soft_ce": 0.1}, "normalize": "sequence"},
         {"terms": {"soft_ce": 0.5, "hard_ce": 0.5}, "outside_vocab": "argmax"},
         {"terms": {"soft_ce": 0.5, "hard_ce": 0.5}, "outside_vocab": "keep"},
+        {"terms": {"soft_ce": 0.5, "forward_kl": 0.3, "hard_ce": 0.2}, "teacher_temperature": 0.7},
+        *({"terms": {name: 0.7}} for name in DISTRIBUTION_TERMS if name != "soft_ce"),
+        {"terms": {"top_k": 1.0}, "top_k": 3, "step_weights": [1.0, 0.5, 0.3]},
+        {"terms": {"adaptive": 1.0}, "adaptive_rate": 10.0, "teacher_temperature": 2.0},
+        {"terms": {**dict.fromkeys(DISTRIBUTION_TERMS, 0.4), "hard_ce": 0.3, "smooth_l1": 0.2}},
     ],
 )
 def test_chunked_equals_eager(fields: dict[str, object], unembed: dict[str, float], trained: bool) -> None:
@@ -96,14 +125,15 @@ def test_chunked_equals_eager(fields: dict[str, object], unembed: dict[str, floa
     assert result.stats.loss_sums.sum().item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_logits_exist_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("terms", [{"soft_ce": 1.0}, {"total_variation": 1.0, "top_k": 1.0}])
+def test_logits_exist_for_one_chunk_only(terms: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     from specdraft.losses import chunked
 
     rows: list[int] = []
     original = chunked._product
     monkeypatch.setattr(chunked, "_product", lambda h, w, u: rows.append(h.shape[0]) or original(h, w, u))
     steps, batch, teacher = steps_and_batch(True, {})
-    Objective(LossConfig(chunk_size=4))(steps, batch, teacher)
+    Objective(LossConfig(terms=terms, chunk_size=4))(steps, batch, teacher)
     assert max(rows) <= 4 < batch.anchors.numel()
 
 
@@ -171,12 +201,55 @@ def test_denominators(normalize: str, expected: float) -> None:
     assert Objective(LossConfig(normalize=normalize)).denominator(tokens).item() == expected
 
 
-def test_bf16_autocast_is_close_to_fp32() -> None:
+@pytest.mark.parametrize("name", DISTRIBUTION_TERMS)
+def test_a_draft_equal_to_the_target_is_a_minimum(name: str) -> None:
+    """No gradient there, and divergences are 0."""
+    _, batch, teacher = steps_and_batch(False, {})
+    whole = Teacher(teacher.unembed, teacher.unembed, None)
+    hidden = batch.features.last_hidden.flatten(0, 1)[batch.anchors + 1].requires_grad_()
+    config = LossConfig(terms={name: 1.0}, **({"top_k": SPEC.vocab_size} if name == "top_k" else {}))
+    loss = Objective(config)([DraftStep(hidden, 2, teacher.unembed)], batch, whole).loss_sum
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    if name not in ("total_variation", "log_acceptance"):  # where p = q to rounding, their slope has a step
+        assert gradient.abs().max() < 1e-5
+    if name not in ("soft_ce", "top_k"):
+        assert abs(loss.item()) < 1e-3
+
+
+def test_nothing_in_common_stays_finite() -> None:
+    one_hot = Unembedding(torch.eye(SPEC.vocab_size) * 200)
+    _, batch, _ = steps_and_batch(False, {})
+    count = batch.anchors.numel()
+    features = torch.zeros(*batch.input_ids.shape, SPEC.vocab_size)
+    features[..., 3] = 1.0
+    batch = replace(batch, features=Features(features, None))
+    for name in DISTRIBUTION_TERMS:
+        hidden = F.one_hot(torch.full((count,), 5), SPEC.vocab_size).float().requires_grad_()
+        config = LossConfig(terms={name: 1.0})
+        loss = Objective(config)([DraftStep(hidden, 2, one_hot)], batch, Teacher(one_hot, one_hot, None)).loss_sum
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        assert loss.isfinite() and loss > 0 and gradient.isfinite().all()
+
+
+def test_steps_that_do_not_fit_the_settings_are_refused() -> None:
+    steps, batch, teacher = steps_and_batch(False, {})
+    with pytest.raises(
+        ConfigError, match=r"^loss\.step_weights: the head trains 3 depths, got \[1\.0\]; give as many$"
+    ):
+        Objective(LossConfig(step_weights=[1.0]))(steps, batch, teacher)
+    narrow = [DraftStep(step.hidden[:, :7], step.offset, step.unembed) for step in steps]
+    with pytest.raises(ConfigError, match=r"^loss\.terms\.smooth_l1: .* width 32, got 7; remove the term$"):
+        Objective(LossConfig(terms={"soft_ce": 1.0, "smooth_l1": 1.0}))(narrow, batch, teacher)
+
+
+@pytest.mark.parametrize("terms", [{"soft_ce": 1.0}, {"forward_kl": 1.0}, {"adaptive": 1.0, "hard_ce": 0.1}])
+def test_bf16_autocast_is_close_to_fp32(terms: dict[str, float]) -> None:
     torch.manual_seed(0)
     steps, batch, teacher = steps_and_batch(True, {})
-    plain = Objective(LossConfig())(steps, batch, teacher).loss_sum
+    objective = Objective(LossConfig(terms=terms))
+    plain = objective(steps, batch, teacher).loss_sum
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = Objective(LossConfig())(steps, batch, teacher).loss_sum
+        mixed = objective(steps, batch, teacher).loss_sum
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed, plain, rtol=2e-2, atol=1e-2)
     assert mixed.item() != plain.item()
@@ -193,6 +266,12 @@ def test_bf16_autocast_is_close_to_fp32() -> None:
         ({"normalize": "mean"}, "loss.normalize"),
         ({"outside_vocab": "x"}, "loss.outside_vocab"),
         ({"chunk_size": 0}, "loss.chunk_size"),
+        ({"step_weights": [1.0, 0.0]}, "loss.step_weights"),
+        ({"top_k": 0, "terms": {"top_k": 1.0}}, "loss.top_k"),
+        ({"top_k": 5}, "loss.top_k"),
+        ({"adaptive_rate": 10.0}, "loss.adaptive_rate"),
+        ({"teacher_temperature": 0.0}, "loss.teacher_temperature"),
+        ({"terms": {"hard_ce": 1.0}, "teacher_temperature": 2.0}, "loss.teacher_temperature"),
     ],
 )
 def test_bad_settings_name_their_key(fields: dict[str, object], key: str) -> None:
