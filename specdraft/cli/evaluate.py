@@ -1,4 +1,4 @@
-"""``specdraft eval``: measures a head against plain decoding of its target."""
+"""``specdraft eval``: measures a head, or another proposer, against plain decoding of its target."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def run(cfg: EvalRun) -> None:
     from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config, resolve_head
     from specdraft.targets.hf import load_target
 
+    if cfg.compares:
+        from specdraft.cli import compare
+
+        compare.run(cfg)
+        return
+    if cfg.proposer.kind != "head":
+        _run_method(cfg)
+        return
     assert cfg.head.path is not None
     folder = resolve_head(cfg.head.path, cfg.head.revision)
     output = results_path(cfg, folder)
@@ -45,9 +53,29 @@ def run(cfg: EvalRun) -> None:
         prompt_sets,
         tuned.decode,
         cfg.eval,
+        sampling=cfg.sampling,
         head_sha256=file_sha256(folder / WEIGHTS_NAME),
         console=console,
     )
+    write_results(results, output)
+    print_results(results, console)
+    console.print(f"results: {output}", markup=False)
+
+
+def _run_method(cfg: EvalRun) -> None:
+    """The same for a proposer without a trained head."""
+    from specdraft.eval.acceptance import evaluate
+    from specdraft.eval.prompts import load_sets
+    from specdraft.eval.report import print_results, report_console, write_results
+    from specdraft.eval.subjects import method_subject
+    from specdraft.targets.hf import load_target
+
+    output = results_path(cfg, None)
+    prompt_sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
+    target = load_target(replace(cfg.target, dtype=cfg.eval.dtype or cfg.target.dtype))
+    subject = method_subject(target, cfg.proposer)
+    console = report_console()
+    results = evaluate(target, subject, prompt_sets, cfg.decode, cfg.eval, cfg.sampling, console)
     write_results(results, output)
     print_results(results, console)
     console.print(f"results: {output}", markup=False)
@@ -64,14 +92,16 @@ def target_of_head(target: TargetConfig, head_config: dict[str, Any]) -> TargetC
     return replace(target, name=recorded["name"], revision=target.revision or recorded["revision"])
 
 
-def results_path(cfg: EvalRun, folder: Path) -> Path:
-    """The file that is written: as told, else in the head's own folder, else here for a head from the Hub.
+def results_path(cfg: EvalRun, folder: Path | None) -> Path:
+    """The file that is written: as told, else in the head's own ``folder``, else here, for a head from the Hub or none.
 
     Raises:
         ConfigError: it is a folder.
     """
     is_local = cfg.head.path is not None and Path(cfg.head.path).exists()
-    path = Path(cfg.output) if cfg.output is not None else folder / "results.json" if is_local else Path("results.json")
+    path = Path(cfg.output or "results.json")
+    if cfg.output is None and folder is not None and is_local:
+        path = folder / "results.json"
     if path.is_dir():
         raise ConfigError(f"output: is a folder, got {path}; give a file such as {path / 'results.json'}")
     return path

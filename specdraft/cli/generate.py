@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specdraft.decode.result import StepOutput
     from specdraft.targets.hf import HFTarget
 
+LOSSY = "lossy: typical acceptance, the text's distribution is not the target's"
 ACCEPTED_STYLE = "green"
 """Of text that was drafted and accepted; the target's own tokens are plain."""
 
@@ -36,15 +37,18 @@ def run(cfg: GenerateRun) -> None:
     console = Console(highlight=False, soft_wrap=True)
     style = ACCEPTED_STYLE if cfg.decode.show else None
     figures = Figures()
-    steps = decoder.stream(ids, cfg.decode.max_new_tokens, ignore_eos=cfg.decode.ignore_eos)
+    steps = decoder.stream(ids, cfg.decode.max_new_tokens, ignore_eos=cfg.decode.ignore_eos, sampling=cfg.sampling)
     stream_text(figures.watch(steps), target.tokenizer, console, style)
-    sys.stderr.write(figures.line(drafted=decoder.proposer is not None) + "\n")
+    is_drafted = decoder.proposer is not None
+    lossy = "" if cfg.sampling.is_lossless or not is_drafted else f" ({LOSSY})"
+    sys.stderr.write(figures.line(drafted=is_drafted) + lossy + "\n")
 
 
 def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     """The target and a decoder with the head, or a plain one without or where that was found to be the fastest."""
     from specdraft.cli.evaluate import target_of_head
     from specdraft.decode.engine import SpeculativeDecoder
+    from specdraft.decode.methods import make_proposer
     from specdraft.decode.proposers import HeadProposer, draft_tree, head_dtype
     from specdraft.eval.tuned import machine, with_tuned_shape
     from specdraft.heads.storage import check_head_matches, load_head, read_head_config, resolve_head
@@ -52,7 +56,8 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
 
     if cfg.head.path is None:
         target = load_target(cfg.target)
-        return target, SpeculativeDecoder(target)
+        proposer = make_proposer(cfg.proposer, target) if cfg.proposer.kind != "head" else None
+        return target, SpeculativeDecoder(target, proposer, target.tokenizer)
     folder = resolve_head(cfg.head.path, cfg.head.revision)
     target = load_target(target_of_head(cfg.target, read_head_config(folder)))
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target)).requires_grad_(False)
@@ -61,9 +66,9 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     if tuned.note:
         sys.stderr.write(tuned.note + "\n")
     if tuned.plain:
-        return target, SpeculativeDecoder(target)
+        return target, SpeculativeDecoder(target, tokenizer=target.tokenizer)
     tree = draft_tree(tuned.decode, head.config.num_draft_tokens)
-    return target, SpeculativeDecoder(target, HeadProposer(head, target, tree))
+    return target, SpeculativeDecoder(target, HeadProposer(head, target, tree), target.tokenizer)
 
 
 def prompt_ids(cfg: GenerateRun, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -67,6 +67,8 @@ def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
     }
     shape = draft_tree(cfg.decode, cfg.head.num_draft_tokens)
     dtype = cfg.eval.dtype or cfg.target.dtype
+    # What `eval` wrote there with other settings is not what this run measures.
+    settings |= {"temperature": 0.0, "sampling": None}
     settings |= {"dtype": dtype, "head_dtype": cfg.decode.head_dtype or dtype, "tree": cfg.decode.tree}
     settings |= {
         "num_draft_tokens": shape.max_depth,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specdraft.config.paths import check_name
 from specdraft.core.errors import ConfigError
 from specdraft.data._config import DataConfig
 from specdraft.decode._config import DecodeConfig
+from specdraft.decode._proposer_config import ProposerConfig
+from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.eval._config import EvalConfig, TuneConfig
 from specdraft.export._config import ExportConfig
 from specdraft.heads._config import HeadConfig
@@ -167,24 +170,85 @@ class HeadSource:
             raise ConfigError(f"head.revision: has no effect without a Hub id, got {self.revision!r}; remove it")
 
 
+def _need_target(target: TargetConfig, head: str) -> None:
+    if target.name == FROM_HEAD:
+        raise ConfigError(
+            f"target.name: there is no head to take it from, got {FROM_HEAD!r}; add target=smollm2, or {head}"
+        )
+
+
+def check_method(run: EvalRun | GenerateRun) -> None:
+    """Rules of a run whose proposer is no trained head.
+
+    Raises:
+        ConfigError: one of them is broken.
+    """
+    kind = run.proposer.kind
+    if run.head.path is not None:
+        raise ConfigError(f"head: has no effect with proposer={kind}, got {run.head.path}; leave one of them out")
+    _need_target(run.target, "proposer=head head=FOLDER")
+    if run.decode.shapes_heads:
+        raise ConfigError(
+            f"decode: the draft's shape and head_dtype are those of heads, got them with proposer={kind}; "
+            "use the settings of proposer"
+        )
+    if run.sampling.verifier in ("speculative_sampling", "block"):
+        raise ConfigError(
+            f"sampling.verifier: needs drafts that are drawn, got {run.sampling.verifier} with proposer={kind}; use auto"
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class EvalRun:
-    """Measures a trained head: acceptance, speed, and whether the output is unchanged."""
+    """Measures a trained head or another proposer: acceptance, speed, and whether the output is unchanged."""
 
     head: HeadSource = field(default_factory=HeadSource)
     """The head to measure; ``head=PATH`` for short."""
+    proposer: ProposerConfig = field(default_factory=ProposerConfig)
+    """What drafts: that head, or a method without training."""
+    heads: list[str] = field(default_factory=list)
+    """Heads to compare, folders or Hub ids, in place of ``head``."""
+    proposers: list[Any] = field(default_factory=list)
+    """Methods to compare, in place of ``proposer``: kinds, or dictionaries of a kind and its settings."""
     target: TargetConfig = field(default_factory=lambda: TargetConfig(name=FROM_HEAD))
     """The model to decode; ``from_head`` = the one the head was trained for."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
-    """How the head drafts."""
+    """How a head drafts, and how long answers are."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """What tokens are drawn from, and which drafts are accepted."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Prompts and repetitions; ``prompts=NAME_OR_FILE`` for short."""
     output: str | None = None
-    """File for the results; null = results.json in the head's folder, or here for a head from the Hub."""
+    """File for the results; null = results.json in the head's folder, or here without one; comparison.json here for
+    several."""
 
     def __post_init__(self) -> None:
-        if self.head.path is None:
-            raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id")
+        if self.compares:
+            self._check_comparison()
+        elif self.proposer.kind != "head":
+            check_method(self)
+        elif self.head.path is None:
+            raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id, or e.g. proposer=prompt_lookup")
+        check_sampling(self.sampling, self.decode)
+
+    @property
+    def compares(self) -> bool:
+        """Whether several are measured."""
+        return bool(self.heads or self.proposers)
+
+    def _check_comparison(self) -> None:
+        if self.head.path is not None or self.proposer.kind != "head":
+            raise ConfigError(
+                "heads, proposers: are in place of head and proposer, got both; move them into heads=[...] or "
+                "proposers=[...]"
+            )
+        if not all(self.heads) or len(set(self.heads)) != len(self.heads):
+            raise ConfigError(f"heads: a head is empty or named twice, got {self.heads}; correct the list")
+        if self.heads:
+            return
+        _need_target(self.target, "heads=[FOLDER]")
+        if self.decode.shapes_heads:
+            raise ConfigError("decode: the draft's shape is that of heads, got no heads; set it in proposers=[{...}]")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,15 +279,24 @@ class GenerateRun:
     """True: the prompt is continued as it is; false = it goes through the chat template."""
     head: HeadSource = field(default_factory=HeadSource)
     """The head that drafts; null = plain decoding."""
+    proposer: ProposerConfig = field(default_factory=ProposerConfig)
+    """What drafts: that head, or a method without training."""
     target: TargetConfig = field(default_factory=lambda: TargetConfig(name=FROM_HEAD))
     """The model that answers; ``from_head`` = the one the head was trained for."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     """Length, drafts and display."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """What tokens are drawn from, and which drafts are accepted."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ConfigError("prompt: must not be empty, got ''; write prompt='...'")
-        if self.head.path is not None:
+        check_sampling(self.sampling, self.decode)
+        if self.proposer.kind != "head":
+            check_method(self)
+            if self.proposer.kind == "none" and self.decode.show:
+                raise ConfigError("decode.show: has no effect with proposer=none, got true; use false")
+        if self.head.path is not None or self.proposer.kind != "head":
             return
         if self.target.name == FROM_HEAD:
             raise ConfigError(
@@ -231,6 +304,10 @@ class GenerateRun:
             )
         if self.decode.show or self.decode.has_shape:
             raise ConfigError("decode: show, tree and num_draft_tokens have no effect, got no head; add head=FOLDER")
+        if self.sampling.verifier not in ("auto", "greedy"):
+            raise ConfigError(
+                f"sampling.verifier: has no effect without drafts, got {self.sampling.verifier}; add head=FOLDER"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,6 +322,30 @@ class ExportRun:
     def __post_init__(self) -> None:
         if self.head.path is None:
             raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id")
+
+
+def check_sampling(sampling: SamplingConfig, decode: DecodeConfig) -> None:
+    """Rules between what is drawn and how it is drafted.
+
+    Raises:
+        ConfigError: one of them is broken.
+    """
+    if sampling.min_new_tokens > decode.max_new_tokens:
+        raise ConfigError(
+            f"sampling.min_new_tokens: must not exceed decode.max_new_tokens ({decode.max_new_tokens}), "
+            f"got {sampling.min_new_tokens}; use fewer"
+        )
+    if sampling.min_new_tokens and decode.ignore_eos:
+        raise ConfigError(
+            f"sampling.min_new_tokens: has no effect with decode.ignore_eos, got {sampling.min_new_tokens}; use 0"
+        )
+    is_branched = decode.dynamic_total_tokens is not None or any(
+        len(path) != i for i, path in enumerate(decode.tree or [], 1)
+    )
+    if sampling.verifier == "block" and is_branched:
+        raise ConfigError(
+            "sampling.verifier: block takes a chain, got block for a tree; use sampling.verifier=speculative_sampling"
+        )
 
 
 RUNS: dict[str, type] = {

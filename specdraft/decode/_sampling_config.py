@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdraft.core.errors import ConfigError
 
@@ -35,7 +36,7 @@ class SamplingConfig:
     """Taken from the logits of tokens in the answer so far, -2 to 2; 0 = off."""
     frequency_penalty: float = 0.0
     """Taken from a token's logit for each time it is in the answer so far, -2 to 2; 0 = off."""
-    logit_bias: list[list[float]] = field(default_factory=list)
+    logit_bias: list[list[Any]] = field(default_factory=list)
     """Pairs of token id and what is added to its logit, e.g. [[11, -2.5]]."""
     bad_words: list[str] = field(default_factory=list)
     """Texts that are never written, in any of their tokenisations at the start of a word and inside one."""
@@ -135,7 +136,8 @@ class SamplingConfig:
 
     def _check_words(self) -> None:
         for pair in self.logit_bias:
-            if len(pair) != 2 or pair[0] < 0 or pair[0] != int(pair[0]) or not math.isfinite(pair[1]):
+            is_pair = len(pair) == 2 and all(type(value) in (int, float) for value in pair)
+            if not is_pair or pair[0] < 0 or pair[0] != int(pair[0]) or not math.isfinite(pair[1]):
                 raise ConfigError(
                     f"sampling.logit_bias: needs pairs of token id and finite bias, got {pair}; write e.g. [[11, -2.5]]"
                 )

@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
 
 from specdraft.core.errors import DataError
 from specdraft.core.tree import DraftTree, TreeGrowth
 from specdraft.data.chat import ChatRenderer, TemplateRefusedError, tokenizer_hash
 from specdraft.data.formats import Message
 from specdraft.decode._config import DecodeConfig
+from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.engine import SpeculativeDecoder
-from specdraft.decode.proposers import HeadProposer, draft_tree
+from specdraft.decode.proposers import HeadProposer
 from specdraft.eval._config import EvalConfig
 from specdraft.eval.environment import environment
 from specdraft.eval.prompts import Prompt, prompts_hash
 from specdraft.eval.speed import Pair, PairedDecoder
+from specdraft.eval.subjects import Subject, head_subject, memory_bytes
 from specdraft.eval.summary import Bootstrap, Measurement, summarize
 from specdraft.heads.base import DraftHead
 from specdraft.targets.hf import HFTarget
@@ -92,32 +92,50 @@ def evaluate_head(
     prompt_sets: Mapping[str, Sequence[Prompt]],
     decode: DecodeConfig,
     config: EvalConfig,
+    sampling: SamplingConfig | None = None,
     head_sha256: str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Decodes every prompt plainly and with ``head``, in turns, and returns ``results.json`` (schema 1).
+    """``evaluate`` of a trained head; ``head_sha256``, of its model.safetensors, tells an export whose results they are.
+
+    Raises:
+        DataError, ConfigError: see ``evaluate`` and ``head_subject``.
+    """
+    subject = head_subject(target, head, decode, head_sha256)
+    return evaluate(target, subject, prompt_sets, decode, config, sampling, console)
+
+
+def evaluate(
+    target: HFTarget,
+    subject: Subject,
+    prompt_sets: Mapping[str, Sequence[Prompt]],
+    decode: DecodeConfig,
+    config: EvalConfig,
+    sampling: SamplingConfig | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Decodes every prompt plainly and with ``subject``, in turns, and returns ``results.json`` (schema 1).
 
     Args:
         target: with its tokenizer; decoded both ways.
-        head: in the dtype of ``decode.head_dtype``, on the target's device; put in eval mode and frozen.
+        subject: what drafts the second way.
         prompt_sets: name -> prompts, at least one set.
-        decode: shape and length of drafts and answers.
+        decode: length of answers, and the shape of a head's drafts.
         config: repetitions and intervals.
-        head_sha256: of the head's model.safetensors; lets an export tell whether the results are its own.
+        sampling: what tokens are drawn from; None = greedy. Drawn texts differ, so they are not compared.
         console: gets a progress bar if it is a terminal.
 
     Raises:
         DataError: the tokenizer has no chat template, or no prompt of a set fits the target's context.
-        ConfigError: the head cannot draft the tree.
     """
     if target.tokenizer is None:
         raise DataError("target.name: has no tokenizer, got a bare model; give one with a chat template")
-    head.eval().requires_grad_(False)
     renderer = ChatRenderer(target.tokenizer)
-    tree = draft_tree(decode, head.config.num_draft_tokens)
-    session = _Session(
-        target, renderer, PairedDecoder(target, head, tree, decode.max_new_tokens, decode.ignore_eos), config
+    sampling = sampling or SamplingConfig()
+    decoder = PairedDecoder(
+        target, subject.proposer, decode.max_new_tokens, decode.ignore_eos, sampling, target.tokenizer
     )
+    session = _Session(target, renderer, decoder, config)
     num_prompts = sum(len(prompts) for prompts in prompt_sets.values())
     sets = {}
     with _progress(console) as progress:
@@ -125,15 +143,16 @@ def evaluate_head(
         session.warm_up([prompt for prompts in prompt_sets.values() for prompt in prompts])
         for name, prompts in prompt_sets.items():
             measurements, skipped = session.measure(name, prompts, lambda: progress.advance(task))
-            sets[name] = _set_results(measurements, tree.max_depth, config)
+            sets[name] = _set_results(measurements, subject.shape.max_depth, config, compared=sampling.is_greedy)
             sets[name] |= {"prompts_hash": prompts_hash(prompts), "skipped": dict(skipped)}
     return {
         "schema": SCHEMA,
         "target": _target_identity(target, renderer),
-        "head": _head_identity(head, head_sha256),
-        "decode": _decode_settings(target, decode, config, tree),
+        "head": subject.head,
+        "proposer": {"kind": subject.kind, "settings": subject.settings},
+        "decode": _decode_settings(target, decode, config, subject.shape) | _sampling_settings(sampling, subject),
         "sets": sets,
-        "memory_bytes": _memory(target, head, session.longest),
+        "memory_bytes": memory_bytes(target, subject, session.longest),
         "environment": environment(),
     }
 
@@ -172,7 +191,8 @@ class _Session:
                     break
                 pair = self.decoder.decode(ids, self.config.repeats)
                 self.longest = max(self.longest, len(ids) + len(pair.plain.result.tokens))
-                divergence = None if pair.identical else self._divergence(prompt, turn, ids, pair)
+                is_compared = self.decoder.sampling.is_greedy
+                divergence = None if pair.identical or not is_compared else self._divergence(prompt, turn, ids, pair)
                 measurements.append(Measurement(index, prompt.category, pair, divergence))
                 answers.append(self._text(pair.plain.result.tokens))
             advance()
@@ -232,8 +252,8 @@ def _messages(prompt: Prompt, num_turns: int, answers: Sequence[str] = ()) -> li
     return messages
 
 
-def _set_results(measurements: list[Measurement], max_depth: int, config: EvalConfig) -> dict[str, Any]:
-    """Figures of a set and of each of its categories."""
+def _set_results(measurements: list[Measurement], max_depth: int, config: EvalConfig, compared: bool) -> dict[str, Any]:
+    """Figures of a set and of each of its categories; ``identical_outputs`` is None where texts are not compared."""
     bootstrap = Bootstrap(config.bootstrap_samples, config.seed)
     categories = dict.fromkeys(m.category for m in measurements)
     by_category = {}
@@ -241,7 +261,11 @@ def _set_results(measurements: list[Measurement], max_depth: int, config: EvalCo
         rows = [m for m in measurements if m.category == category]
         by_category[category or "none"] = summarize(rows, max_depth, bootstrap)
         del by_category[category or "none"]["first_divergences"]
-    return {**summarize(measurements, max_depth, bootstrap), "by_category": by_category}
+    figures = {**summarize(measurements, max_depth, bootstrap), "by_category": by_category}
+    if not compared:
+        for part in (figures, *by_category.values()):
+            part["identical_outputs"] = None
+    return figures
 
 
 def _target_identity(target: HFTarget, renderer: ChatRenderer) -> dict[str, Any]:
@@ -257,16 +281,6 @@ def _target_identity(target: HFTarget, renderer: ChatRenderer) -> dict[str, Any]
     }
 
 
-def _head_identity(head: DraftHead, sha256: str | None) -> dict[str, Any]:
-    return {
-        "kind": head.config.kind,
-        "settings": {key: value for key, value in asdict(head.config).items() if key != "kind"},
-        "num_parameters": head.num_parameters,
-        "dtype": str(head.dtype).removeprefix("torch."),
-        "sha256": sha256,
-    }
-
-
 def _decode_settings(
     target: HFTarget, decode: DecodeConfig, config: EvalConfig, tree: DraftTree | TreeGrowth
 ) -> dict[str, Any]:
@@ -275,9 +289,8 @@ def _decode_settings(
     tree: paths of ranks, None = a chain or a grown tree; dynamic: how it is grown, None = a fixed shape.
     """
     return {
-        "temperature": 0.0,
         "num_draft_tokens": tree.max_depth,
-        "tree": None if isinstance(tree, TreeGrowth) or tree.is_chain else tree.paths(),
+        "tree": None if isinstance(tree, TreeGrowth) or tree == DraftTree.chain(len(tree)) else tree.paths(),
         "dynamic": asdict(tree) if isinstance(tree, TreeGrowth) else None,
         "batch_size": 1,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -292,18 +305,18 @@ def _decode_settings(
     }
 
 
-def _memory(target: HFTarget, head: DraftHead, longest: int) -> dict[str, int]:
-    """Bytes of weights and of the longest row's keys and values; on CUDA also the peak of all."""
-    spec = target.spec
-    row = 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim * target.dtype.itemsize
-    memory = {"target": _num_bytes(target.model), "head": _num_bytes(head), "kv_cache": row * longest}
-    if target.device.type == "cuda":
-        memory["peak"] = torch.cuda.max_memory_allocated(target.device)
-    return memory
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+def _sampling_settings(sampling: SamplingConfig, subject: Subject) -> dict[str, Any]:
+    """temperature, the rule that accepts drafts and whether it is lossless; ``sampling``: what differs from greedy."""
+    # Only heads draw their drafts; what others draft is certain.
+    verifier = "point_mass" if subject.head is None and sampling.samples_drafts else sampling.resolved_verifier
+    greedy = asdict(SamplingConfig())
+    changed = {key: value for key, value in asdict(sampling).items() if value != greedy[key]}
+    return {
+        "temperature": sampling.temperature,
+        "verifier": verifier,
+        "lossless": sampling.is_lossless,
+        "sampling": changed or None,
+    }
 
 
 def _progress(console: Console | None) -> Progress:

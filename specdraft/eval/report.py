@@ -11,12 +11,15 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specdraft.core.errors import DataError
 
 PLAIN_WIDTH = 240
 SHOWN_DIVERGENCES = 5
+SHOWN_DEPTHS = 6
+"""Depths that a table of several has room for."""
 
 
 def report_console() -> Console:
@@ -57,37 +60,49 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
 
     On a terminal the tables have lines, elsewhere they are Markdown.
     """
-    head, decode = results["head"], results["decode"]
+    decode = results["decode"]
     shape = "a chain" if decode["tree"] is None else f"a tree of {len(decode['tree'])} nodes"
     if decode.get("dynamic"):
         shape = f"a tree of {decode['dynamic']['total_tokens']} nodes grown at every step"
+    if results["head"] is None:
+        shape = "drafts"
     console.print(
-        f"{head['kind']} on {results['target']['name']}: {shape} of depth {decode['num_draft_tokens']}, greedy, "
+        f"{subject_name(results)} on {results['target']['name']}: {shape} of depth {decode['num_draft_tokens']}, "
+        f"{sampling_text(decode)}, "
         f"{decode['dtype']} on {decode['device']}, at most {decode['max_new_tokens']} new tokens"
     )
     _show(console, "Summary", _summary(results, console))
     for name, figures in results["sets"].items():
         if len(figures["by_category"]) > 1:
             _show(console, f"{name} by category", _by_category(figures, console))
-        _show(console, f"{name} by depth", _by_depth(figures, console))
-        _print_notes(name, figures, console)
+        if figures["survival"]:
+            _show(console, f"{name} by depth", _by_depth(figures, console))
+        print_notes(name, figures, console)
+
+
+def subject_name(results: Mapping[str, Any]) -> str:
+    """What was measured, in a few words: its name in a comparison, else the kind of its head or of its proposer."""
+    if "name" in results:
+        return str(results["name"])
+    kind = results["proposer"]["kind"] if results["head"] is None else results["head"]["kind"]
+    return str(kind)
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]], console: Console, set_name: str = "builtin") -> Table:
-    """One row per head, all measured on the set ``set_name``: acceptance, survival by depth, speed, identity.
+    """One row per head or other proposer, all measured on ``set_name``: acceptance, survival by depth, speed, identity.
 
     Raises:
-        DataError: a head was not measured on that set.
+        DataError: one was not measured on that set.
     """
     for one in results:
         if set_name not in one["sets"]:
             raise DataError(
-                f"results: {one['head']['kind']} was not measured on the set, got {set_name}; evaluate it on that set"
+                f"results: {subject_name(one)} was not measured on the set, got {set_name}; evaluate it on that set"
             )
-    depth = max(one["decode"]["num_draft_tokens"] for one in results)
+    depth = min(SHOWN_DEPTHS, max(one["decode"]["num_draft_tokens"] for one in results))
     table = _table(
         console,
-        "head",
+        "proposer",
         "acceptance length [95 %]",
         *(f"depth {k + 1}" for k in range(depth)),
         "tok/s plain",
@@ -97,9 +112,9 @@ def comparison_table(results: Sequence[Mapping[str, Any]], console: Console, set
     )
     for one in results:
         figures = one["sets"][set_name]
-        survival = [_share(value) for value in figures["survival"]]
+        survival = [_share(value) for value in figures["survival"][:depth]]
         table.add_row(
-            one["head"]["kind"],
+            escape(subject_name(one)),
             _interval(figures["acceptance_length"]),
             *survival,
             *[""] * (depth - len(survival)),
@@ -167,7 +182,7 @@ def _by_depth(figures: Mapping[str, Any], console: Console) -> Table:
     return table
 
 
-def _print_notes(name: str, figures: Mapping[str, Any], console: Console) -> None:
+def print_notes(name: str, figures: Mapping[str, Any], console: Console) -> None:
     """Time of a step, and whatever was not as it should be."""
     parts = ", ".join(f"{part} {_number(ms)}" for part, ms in figures["time_ms_per_step"].items())
     console.print(
@@ -225,6 +240,18 @@ def _rates(figures: Mapping[str, Any]) -> tuple[str, str]:
     return "-" if plain is None else f"{plain:.1f}", "-" if speculative is None else f"{speculative:.1f}"
 
 
+def sampling_text(decode: Mapping[str, Any]) -> str:
+    """How tokens were chosen, for one line: greedy, or what differs from it, and whether the drafts were lossless."""
+    changed = decode.get("sampling")
+    if not changed:
+        return "greedy"
+    text = ", ".join(f"{key} {value}" for key, value in changed.items() if key not in ("seed", "verifier"))
+    text = f"{text}, drafts accepted by {decode['verifier']}"
+    return text if decode["lossless"] else f"{text} (lossy: the text's distribution is not the target's)"
+
+
 def _identical(figures: Mapping[str, Any]) -> str:
+    if figures["identical_outputs"] is None:
+        return "not applicable (sampled)"
     count, total = figures["identical_outputs"], figures["num_prompts"]
     return f"{count}/{total}" if count == total else f"[red]{count}/{total}[/red]"

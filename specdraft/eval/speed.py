@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from specdraft.core.tree import DraftTree, TreeGrowth
+from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.engine import SpeculativeDecoder
-from specdraft.decode.proposers import HeadProposer
+from specdraft.decode.proposers import Proposer
 from specdraft.decode.result import DecodeResult
-from specdraft.heads.base import DraftHead
 from specdraft.targets.base import Target
 
 
@@ -46,23 +46,27 @@ class PairedDecoder:
 
     Args:
         target: decoded both ways.
-        head: drafts for the second way.
-        tree: shape of the drafts.
+        proposer: drafts for the second way; None = the second way is plain, too.
         max_new_tokens: per prompt, the EOS included.
         ignore_eos: decode to ``max_new_tokens`` whatever comes.
+        sampling: what tokens are drawn from; every prompt has a seed of its own, its place added to the settings'.
+        tokenizer: for settings that name texts.
     """
 
     def __init__(
         self,
         target: Target,
-        head: DraftHead,
-        tree: DraftTree | TreeGrowth,
+        proposer: Proposer | None,
         max_new_tokens: int,
         ignore_eos: bool = False,
+        sampling: SamplingConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.target = target
-        self.plain = SpeculativeDecoder(target, None)
-        self.speculative = SpeculativeDecoder(target, HeadProposer(head, target, tree))
+        self.plain = SpeculativeDecoder(target, None, tokenizer)
+        self.speculative = SpeculativeDecoder(target, proposer, tokenizer)
+        self.sampling = sampling or SamplingConfig()
+        self._num_prompts = 0
         self.max_new_tokens = max_new_tokens
         self.ignore_eos = ignore_eos
         self._count = 0
@@ -72,24 +76,28 @@ class PairedDecoder:
 
         Which way goes first alternates from one call and repeat to the next: whatever drifts hits both alike.
         """
+        sampling = replace(self.sampling, seed=self.sampling.seed + self._num_prompts)
+        self._num_prompts += 1
         plain: list[TimedRun] = []
         speculative: list[TimedRun] = []
         for _ in range(repeats):
             order = [(self.plain, plain), (self.speculative, speculative)]
             for decoder, runs in order if self._count % 2 == 0 else reversed(order):
-                runs.append(self._timed(decoder, input_ids))
+                runs.append(self._timed(decoder, input_ids, sampling))
             self._count += 1
         return Pair(_median(plain), _median(speculative))
 
     def margin(self, input_ids: list[int], position: int) -> float:
         """How far the target's best logit was above its second after ``position`` new tokens of plain decoding."""
-        result = self.plain.generate(input_ids, position + 1, ignore_eos=self.ignore_eos, trace=True)
+        result = self.plain.generate(
+            input_ids, position + 1, ignore_eos=self.ignore_eos, trace=True, sampling=self.sampling
+        )
         return result.first_margins[position]
 
-    def _timed(self, decoder: SpeculativeDecoder, input_ids: list[int]) -> TimedRun:
+    def _timed(self, decoder: SpeculativeDecoder, input_ids: list[int], sampling: SamplingConfig) -> TimedRun:
         synchronize(self.target.device)
         begin = perf_counter()
-        result = decoder.generate(input_ids, self.max_new_tokens, ignore_eos=self.ignore_eos)
+        result = decoder.generate(input_ids, self.max_new_tokens, ignore_eos=self.ignore_eos, sampling=sampling)
         synchronize(self.target.device)
         return TimedRun(result, 1e3 * (perf_counter() - begin))
 

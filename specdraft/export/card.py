@@ -28,7 +28,7 @@ forward pass and keeps what it would have written itself: greedy output is uncha
 specdraft.
 """
 MEASURED = """\
-Greedy decoding of one prompt at a time with {shape} of depth {depth}, at most {length} new tokens, {dtype} on
+{how} decoding of one prompt at a time with {shape} of depth {depth}, at most {length} new tokens, {dtype} on
 {processor} ({threads} threads), torch {torch}, transformers {transformers}.
 
 Acceptance length: tokens per forward pass of the target, its own token included, pooled over steps. Speed-up: tokens
@@ -174,6 +174,7 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     processor = ", ".join(machine["accelerators"]) if decode["device"] == "cuda" else machine["cpu"]
     parts = [
         MEASURED.format(
+            how=_how(decode),
             shape=shape,
             depth=decode["num_draft_tokens"],
             length=decode["max_new_tokens"],
@@ -197,6 +198,17 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     return parts
 
 
+def _how(decode: Mapping[str, Any]) -> str:
+    """Greedy, or with which settings tokens were drawn and drafts accepted."""
+    changed = decode.get("sampling")
+    if not changed:
+        return "Greedy"
+    settings = ", ".join(f"{key} {value}" for key, value in changed.items() if key != "seed")
+    kind = "Sampled" if decode["temperature"] else "Greedy"
+    lossy = "" if decode["lossless"] else "; **lossy**: the text's distribution is not the target's"
+    return f"{kind} ({settings}{lossy})"
+
+
 def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
     rates = figures["tokens_per_s"]
     return (
@@ -206,7 +218,9 @@ def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
         _format(rates["autoregressive"], 1),
         _format(rates["speculative"], 1),
         _estimate(figures["speedup"]),
-        f"{figures['identical_outputs']} of {figures['num_prompts']}",
+        "not applicable (sampled)"
+        if figures["identical_outputs"] is None
+        else f"{figures['identical_outputs']} of {figures['num_prompts']}",
     )
 
 

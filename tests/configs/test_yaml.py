@@ -17,6 +17,7 @@ from specdraft.config.paths import config_dir
 from specdraft.config.schema import RUNS, ExperimentRun, HeadSource
 from specdraft.config.store import compose_config, save_resolved, to_run
 from specdraft.core.errors import ConfigError
+from specdraft.decode._proposer_config import PROPOSERS
 
 FILES = sorted(path.relative_to(config_dir()).as_posix() for path in config_dir().rglob("*.yaml"))
 NEEDED: dict[str, list[str]] = {
@@ -66,7 +67,10 @@ def test_composes_and_converts(command: str, file: str) -> None:
     words = [] if not group or group == "hydra" else [f"{group}={Path(file).stem}"]
     if group == "target" and command == "generate":
         words.append("head=outputs/x/best")
-    run = resolve(command, *NEEDED.get(command, []), *words, *NEEDED.get(file, []))
+    needed = NEEDED.get(command, [])
+    if group == "proposer" and file != "proposer/head.yaml":
+        needed = [*(word for word in needed if not word.startswith("head=")), "target=smollm2"]
+    run = resolve(command, *needed, *words, *NEEDED.get(file, []))
     assert type(run) is RUNS[command]
 
 
@@ -75,6 +79,8 @@ def owner(file: str) -> type:
     group, _, stem = file.partition("/")
     if group == "head":
         return head_schemas()[Path(stem).stem]
+    if group == "proposer":
+        return PROPOSERS[Path(stem).stem]
     found = {get_type_hints(run)[group] for run in RUNS.values() if group in get_type_hints(run)} - {HeadSource}
     (only,) = found
     return only
@@ -124,6 +130,16 @@ def test_values_equal_the_defaults_of_the_code() -> None:
         "tracker/wandb.yaml: kind",
         "trainer/default.yaml: epochs",
     }
+
+
+def test_one_yaml_per_kind_of_proposer() -> None:
+    kinds = {Path(file).stem for file in FILES if file.startswith("proposer/")}
+    assert kinds == set(PROPOSERS)
+    for kind in kinds - {"head"}:
+        for words in (["eval"], ["generate", "prompt=hello"]):
+            run = resolve(*words, f"proposer={kind}", "target=smollm2")
+            assert run.proposer.kind == kind
+            assert type(run.proposer) is PROPOSERS[kind]
 
 
 def test_one_yaml_per_kind_of_head() -> None:

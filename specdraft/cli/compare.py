@@ -1,0 +1,87 @@
+"""``specdraft eval`` of several: heads and other proposers on the same prompts, in one table and one file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdraft.config.schema import EvalRun
+from specdraft.config.store import to_proposer
+from specdraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from specdraft.decode._proposer_config import ProposerConfig
+    from specdraft.eval.subjects import Subject
+    from specdraft.targets.hf import HFTarget
+
+DEFAULT_OUTPUT = "comparison.json"
+
+
+def run(cfg: EvalRun) -> None:
+    """Measures one after the other, each in turns with plain decoding, and writes ``comparison.json``.
+
+    The file holds ``{"schema": 1, "results": [...]}``, where each result is what ``results.json`` of one is.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
+    """
+    from specdraft.cli.evaluate import target_of_head
+    from specdraft.eval.acceptance import SCHEMA, evaluate
+    from specdraft.eval.prompts import load_sets
+    from specdraft.eval.report import comparison_table, print_notes, report_console, write_results
+    from specdraft.heads.storage import read_head_config, resolve_head
+    from specdraft.targets.hf import load_target
+
+    proposers = [to_proposer(entry) for entry in cfg.proposers]
+    output = Path(cfg.output or DEFAULT_OUTPUT)
+    if output.is_dir():
+        raise ConfigError(f"output: is a folder, got {output}; give a file such as {output / DEFAULT_OUTPUT}")
+    folders = [resolve_head(path, None) for path in cfg.heads]
+    prompt_sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
+    measured = replace(cfg.target, dtype=cfg.eval.dtype or cfg.target.dtype)
+    target = load_target(target_of_head(measured, read_head_config(folders[0])) if folders else measured)
+    console = report_console()
+    results: list[dict[str, Any]] = []
+    for name, subject in _subjects(cfg, target, proposers, folders):
+        console.print(f"measuring {name}", markup=False)
+        found = evaluate(target, subject, prompt_sets, cfg.decode, cfg.eval, cfg.sampling, console)
+        results.append({"name": name, **found})
+    write_results({"schema": SCHEMA, "results": results}, output)
+    for set_name in prompt_sets:
+        console.print()
+        console.print(set_name, style="bold", markup=False)
+        console.print(comparison_table(results, console, set_name))
+        for one in results:
+            print_notes(f"{one['name']}, {set_name}", one["sets"][set_name], console)
+    console.print(f"results: {output}", markup=False)
+
+
+def _subjects(
+    cfg: EvalRun, target: HFTarget, proposers: list[ProposerConfig], folders: list[Path]
+) -> Iterator[tuple[str, Subject]]:
+    """What is measured, with a name each, heads in the shape they were tuned to; each is made when it is its turn."""
+    from specdraft.data.sources import file_sha256
+    from specdraft.decode.proposers import head_dtype
+    from specdraft.eval.subjects import head_subject, method_subject
+    from specdraft.eval.tuned import machine, with_tuned_shape
+    from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config
+
+    seen: dict[str, int] = {}
+
+    def distinct(name: str) -> str:
+        seen[name] = seen.get(name, 0) + 1
+        return name if seen[name] == 1 else f"{name} ({seen[name]})"
+
+    for config, entry in zip(proposers, cfg.proposers, strict=True):
+        changed = [f"{key}={value}" for key, value in entry.items() if key != "kind"] if isinstance(entry, dict) else []
+        yield distinct(" ".join([config.kind, *changed])), method_subject(target, config)
+    kinds = [read_head_config(folder)["kind"] for folder in folders]
+    for path, folder, kind in zip(cfg.heads, folders, kinds, strict=True):
+        head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
+        check_head_matches(head, target.spec)
+        tuned = with_tuned_shape(folder, cfg.decode, machine(target.device, target.dtype, head.dtype))
+        subject = head_subject(target, head, tuned.decode, file_sha256(folder / WEIGHTS_NAME))
+        yield distinct(kind if kinds.count(kind) == 1 else f"{kind} {path}"), subject
