@@ -236,6 +236,7 @@ def test_stop_texts_span_tokens_and_steps() -> None:
         ({"presence_penalty": 2.5}, r"sampling.presence_penalty: must lie in -2..2, got 2.5"),
         ({"frequency_penalty": -3.0}, r"sampling.frequency_penalty: must lie in -2..2, got -3.0"),
         ({"logit_bias": [[1.5, 2.0]]}, r"sampling.logit_bias: needs pairs of token id and finite bias, got \[1.5"),
+        ({"logit_bias": [["a", 2.0]]}, r"sampling.logit_bias: needs pairs of token id and finite bias, got \['a'"),
         ({"logit_bias": [[1, 2.0], [1, 3.0]]}, r"sampling.logit_bias: a token is given twice"),
         ({"bad_words": [""]}, r"sampling.bad_words: a text must not be empty"),
         ({"bad_words_ids": [[]]}, r"sampling.bad_words_ids: a word is a non-empty list of token ids, got \[\]"),
