@@ -106,13 +106,19 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.store.write(self.index, key_states, value_states)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.store.length + query_length, 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        # The first releases of transformers 5 give the positions instead of their number.
+        rows = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.store.length + rows, 0
 
     def get_seq_length(self) -> int:
         return self.store.length
 
     def get_max_length(self) -> int:
+        return self.store.capacity
+
+    def get_max_cache_shape(self) -> int:
+        """What the first releases of transformers 5 call ``get_max_length``."""
         return self.store.capacity
 
     def reset(self) -> None:

@@ -17,6 +17,8 @@ FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", 
 """Names that decoders give to the norm after the last block."""
 EMBEDDING_SCALES = ("embedding_multiplier", "scale_emb", "embedding_scale")
 """Config keys of a factor that the decoder, not the embedding module, applies (Granite, MiniCPM, HRM)."""
+SCALED_BY_DECODER = ("gemma", "gemma2")
+"""Families whose decoder multiplied embeddings by the root of their width before its embedding module did (5.0 on)."""
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers whose masks and caches are built here."""
 RECURRENT_KEYS = (
@@ -124,7 +126,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
         layers=layers,
         final_norm=_child(decoder, FINAL_NORMS, kind, "final norm"),
         embedding=model.get_input_embeddings(),
-        embedding_scale=_first_float(config, EMBEDDING_SCALES, 1.0),
+        embedding_scale=_embedding_scale(config, model.get_input_embeddings()),
         lm_head=lm_head,
         logit_scale=logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
@@ -144,6 +146,13 @@ def _child(decoder: nn.Module, names: tuple[str, ...], kind: str, what: str) -> 
 def _first_float(config: PretrainedConfig, names: tuple[str, ...], default: float) -> float:
     values = [getattr(config, name, None) for name in names]
     return next((float(value) for value in values if value is not None), default)
+
+
+def _embedding_scale(config: PretrainedConfig, embedding: nn.Module) -> float:
+    """What the decoder multiplies the embedding module's output by."""
+    if config.model_type in SCALED_BY_DECODER and not hasattr(embedding, "embed_scale"):
+        return float(config.hidden_size) ** 0.5
+    return _first_float(config, EMBEDDING_SCALES, 1.0)
 
 
 def logit_scale(config: PretrainedConfig) -> float:
