@@ -151,7 +151,8 @@ def _first_float(config: PretrainedConfig, names: tuple[str, ...], default: floa
 def _embedding_scale(config: PretrainedConfig, embedding: nn.Module) -> float:
     """What the decoder multiplies the embedding module's output by."""
     if config.model_type in SCALED_BY_DECODER and not hasattr(embedding, "embed_scale"):
-        return float(config.hidden_size) ** 0.5
+        scale: float = float(config.hidden_size) ** 0.5
+        return scale
     return _first_float(config, EMBEDDING_SCALES, 1.0)
 
 
