@@ -36,11 +36,21 @@ def run(cfg: DoctorRun) -> None:
 
     console = Console(highlight=False)
     target = load_target(cfg.target)
+    if cfg.check == "lossless":
+        from specdraft.cli.lossless import lossless_checks
+
+        conclude([target_check(target), *lossless_checks(cfg, target)], console)
+        return
     limit = cfg.rows if cfg.data.limit is None else min(cfg.rows, cfg.data.limit)
     with tempfile.TemporaryDirectory() as folder:
         data = prepare(replace(cfg.data, limit=limit), target, Path(folder))
         show_examples(cfg, target, data, console)
         checks = [target_check(target), *data_checks(cfg, target, data), *head_checks(cfg, target, data, console)]
+    conclude(checks, console)
+
+
+def conclude(checks: Sequence[Check], console: Console) -> None:
+    """Prints the table; leaves with 1 when a check found a fault."""
     show_checks(checks, console)
     if any(check.verdict == "fault" for check in checks):
         raise SystemExit(1)

@@ -139,15 +139,27 @@ class PipelineRun(ExperimentRun):
 
 @dataclass(slots=True, kw_only=True)
 class DoctorRun(ExperimentRun):
-    """Checks target, template, masks and head before a long run; writes nothing."""
+    """Checks target, template, masks and head before a long run, or that decoding is lossless; writes nothing."""
 
     examples: int = 1
     """Rendered conversations that are shown."""
     rows: int = 8
     """Conversations that are rendered and checked."""
+    check: str = "setup"
+    """setup = all of the above; lossless = that drafts leave the text alone, on the prompts of `eval`."""
+    trained: str | None = None
+    """Of check=lossless: folder or Hub id of a trained head; null = an untrained one of the settings of `head`."""
+    samples: int = 200
+    """Of check=lossless: answers that are drawn for each way of verifying."""
 
     def __post_init__(self) -> None:
         ExperimentRun.__post_init__(self)
+        if self.check not in ("setup", "lossless"):
+            raise ConfigError(f"check: unknown, got {self.check!r}; use setup or lossless")
+        if self.trained is not None and self.check != "lossless":
+            raise ConfigError(f"trained: has no effect with check={self.check}, got {self.trained}; set check=lossless")
+        if self.samples < 50:
+            raise ConfigError(f"samples: too few for a test, got {self.samples}; use at least 50")
         if self.rows < 1:
             raise ConfigError(f"rows: must be at least 1, got {self.rows}; use e.g. 8")
         if not 0 <= self.examples <= self.rows:
