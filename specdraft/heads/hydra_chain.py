@@ -20,7 +20,10 @@ from specdraft.heads.base import register_head
 @register_head("hydra_chain")
 @dataclass(slots=True, kw_only=True)
 class HydraConfig(HeadConfig):
-    """Settings of Hydra heads. The defaults are Hydra++; num_layers=1 and prefix_attention=false is Hydra."""
+    """Settings of Hydra heads. The defaults are Hydra++ with normed embeddings.
+
+    The paper's Hydra is num_layers=1, prefix_attention=false and norm_embeddings=false.
+    """
 
     num_layers: int = 4
     """Residual blocks per head, the first of which reads the tokens; Hydra has 1, Hydra++ 4."""
@@ -28,6 +31,9 @@ class HydraConfig(HeadConfig):
     """True: a decoder layer of the head's own over the target's hidden states goes before the heads (Hydra++)."""
     intermediate_size: int | None = None
     """Width of that layer's MLP; null = the target's."""
+    norm_embeddings: bool = True
+    """True: embeddings enter with a root mean square of 1, near that of the hidden states; False: as they are (paper),
+    which learns slowly where a target's embeddings are small."""
     shared_lm_head: bool = True
     """True: all heads use the target's frozen lm_head. False: each head trains a copy of it (the original layout)."""
     dropout: float = 0.0
@@ -79,10 +85,11 @@ class HydraBlock(nn.Module):
 class HydraHead(SequentialHead):
     """p_k(. | h_t, x_{t+1..t+k+1}) = softmax(U f_k([h_t; e(x_{t+1}); ...; e(x_{t+k+1})])) predicts token t + k + 2.
 
-    k counts from 0, f_k is a stack of blocks whose first one takes the k + 2 vectors to one, e the target's embedding,
-    U its lm_head or one per head. With prefix attention h_t is replaced by a_t = h_t + Attention(norm(h_{<=t})) put
-    through an MLP in the same way, one Llama layer over the target's hidden states (after its final norm) that runs
-    once a step; it has no norm of its own behind it, so that a_t keeps the scale which the target's lm_head expects.
+    k counts from 0, f_k is a stack of blocks whose first one takes the k + 2 vectors to one, e the target's embedding
+    (normed unless norm_embeddings is off), U its lm_head or one per head. With prefix attention h_t is replaced by
+    a_t = h_t + Attention(norm(h_{<=t})) put through an MLP in the same way, one Llama layer over the target's hidden
+    states (after its final norm) that runs once a step; it has no norm of its own behind it, so that a_t keeps the scale
+    which the target's lm_head expects.
     Source: Ankner et al. 2024 (Hydra): the definition of Hydra heads, and Hydra++ (deeper heads, prefix attention,
     and the target's distribution as label, which is ``configs/loss/soft_ce.yaml``).
     """
@@ -90,6 +97,7 @@ class HydraHead(SequentialHead):
     def __init__(self, config: HydraConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec)
         size, depths = spec.hidden_size, config.num_draft_tokens
+        self.norm_embeddings = config.norm_embeddings
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 HydraBlock(size, depth + 2, config.dropout),
@@ -119,7 +127,10 @@ class HydraHead(SequentialHead):
 
     def advance(self, depth: int, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
         """The state is all that a head reads: h and the embeddings side by side, ``[M, (depth + 1) H]`` before."""
-        path = torch.cat([path, embed(tokens).detach().to(path.dtype)], -1)
+        embedded = embed(tokens).detach()
+        if self.norm_embeddings:
+            embedded = nn.functional.rms_norm(embedded.float(), embedded.shape[-1:], eps=self.spec.rms_norm_eps)
+        path = torch.cat([path, embedded.to(path.dtype)], -1)
         return path, self.blocks[depth](path)
 
     def seed(self, batch: DraftBatch) -> Tensor:

@@ -20,7 +20,7 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
     "eagle3": {"plain": {}, "normed": {"norm_before_residual": True, "aux_layers": [1, 3]}},
     "hydra_chain": {
         "plusplus": {},
-        "plain": {"num_layers": 1, "prefix_attention": False, "shared_lm_head": False},
+        "plain": {"num_layers": 1, "prefix_attention": False, "norm_embeddings": False, "shared_lm_head": False},
     },
     "mlp": {
         "lean": {},

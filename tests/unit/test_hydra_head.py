@@ -34,7 +34,10 @@ def by_the_equations(head: HydraHead, w: World, state: torch.Tensor, tokens: lis
     """Hidden states of every depth for one anchor."""
     outputs = []
     for depth in range(DEPTHS):
-        x = torch.cat([state, *(w.table[token] for token in tokens[: depth + 1])])
+        embedded = [w.table[token] for token in tokens[: depth + 1]]
+        if head.norm_embeddings:
+            embedded = [e / e.square().mean().sqrt() for e in embedded]
+        x = torch.cat([state, *embedded])
         for i, block in enumerate(head.blocks[depth]):
             residual = x if i else block.residual.weight @ x + block.residual.bias
             x = residual + F.silu(block.linear.weight @ x + block.linear.bias)
@@ -44,9 +47,11 @@ def by_the_equations(head: HydraHead, w: World, state: torch.Tensor, tokens: lis
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("attention", [False, True])
-def test_equals_the_equations(attention: bool, packed: bool) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_equals_the_equations(normed: bool, attention: bool, packed: bool) -> None:
     w = world()
-    head = make_head("hydra_chain", w.spec, num_draft_tokens=DEPTHS, num_layers=2, prefix_attention=attention).eval()
+    settings = {"num_layers": 2, "prefix_attention": attention, "norm_embeddings": normed}
+    head = make_head("hydra_chain", w.spec, num_draft_tokens=DEPTHS, **settings).eval()
     assert isinstance(head, HydraHead)
     tokens = token_batch([13, 9], [(5, 13), (4, 9)], pad_to=14)
     if packed:  # a second document begins inside the first row
