@@ -186,7 +186,7 @@ def main() -> None:
         written = {method.name: measure(method, ids, args.repeats) for method in order}
         for method in compared:
             method.same += written[method.name] == written["generate: plain"]
-    console = Console(width=130, highlight=False)
+    console = Console(width=160, highlight=False)
     console.print(
         f"{args.target}, {args.dtype}, {target.device.type}, {torch.get_num_threads()} threads, {len(texts)} prompts of "
         f"{args.prompts}, {args.new_tokens} new tokens, batch 1, prefill included; draft model of "
