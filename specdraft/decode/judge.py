@@ -132,13 +132,13 @@ class RuledJudge:
         # A faulty distribution is reported below; until then it must not reach a kernel that asserts.
         if proposal is not None and self._config.verifier == "typical":
             row = accept_typical(plan, tokens, probs, self._config.typical_epsilon, self._config.typical_delta)
-            return self._read_row(plan, tokens, row, probs, fault)
+            return self._read_row(plan, tokens, row, probs.index_select(0, row[None]), fault)
         if proposal is None or proposal.probs is None:
             uniform = self._random.ahead(plan.tree.max_depth + 1)
             choices = draw(probs, uniform[plan.ranking - 1])
             return _read(plan, tokens, choices, fault, self._step)
         row, odds = self._odds(plan, tokens, probs, proposal.probs)
-        return self._read_row(plan, tokens, row, odds.rest, fault)
+        return self._read_row(plan, tokens, row, odds.rest(row[None]), fault)
 
     def _odds(self, plan: TreePlan, tokens: Tensor, probs: Tensor, drafted: Tensor) -> tuple[Tensor, Odds]:
         """The accepted row of a draft that was drawn, and how it was decided."""
@@ -159,8 +159,8 @@ class RuledJudge:
     def _read_row(
         self, plan: TreePlan, tokens: Tensor, row: Tensor, rest: Tensor, fault: Tensor
     ) -> tuple[int, list[int]]:
-        """The row, the tokens of its path, and one drawn from its ``rest``."""
-        bonus = draw(rest.index_select(0, row[None]), self._random.fresh(1))
+        """The row, the tokens of its path, and one drawn from the weights ``rest`` (``[1, V]``)."""
+        bonus = draw(rest, self._random.fresh(1))
         path = tokens[plan.paths.index_select(0, row[None])[0]]
         accepted, code, following, *held = torch.cat([row[None], fault[None], bonus, path]).tolist()
         _check(code, self._step)

@@ -7,6 +7,7 @@ from, one after another, each without those before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -49,11 +50,12 @@ class Odds:
     """How a rule decides, before anything is drawn.
 
     accept: ``[N+1]``, the probability with which a row is accepted; what it is conditional on is the rule's. Row 0: 1.
-    rest: ``[N+1, V]`` weights, not normalised: the token after a row is drawn from them when the row is the last one.
+    rest: of rows ``[n]``, the weights ``[n, V]``, not normalised, that the token after a row is drawn from when the row
+    is the last one. A function, since one row of them is needed and a table of all costs more than the rest of a step.
     """
 
     accept: Tensor
-    rest: Tensor
+    rest: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +65,13 @@ class Siblings:
     rounds: for r = 0, 1, ... the rows that have an r-th child, and that child, int64 each: what is decided side by side.
     elder: ``[N+1, N+1]`` bool, True where the column is an elder sibling of the row.
     source: ``[N+1]`` int64: the place of a row among the rows with children, 0 for the others.
+    has_child: ``[N+1]`` bool.
     """
 
     rounds: list[tuple[Tensor, Tensor]]
     elder: Tensor
     source: Tensor
+    has_child: Tensor
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +102,8 @@ def siblings_of(tree: DraftTree, device: torch.device) -> Siblings:
         pairs = [(row, known[r]) for row, known in sorted(children.items()) if len(known) > r]
         parents, nodes = zip(*pairs, strict=True)
         rounds.append((torch.tensor(parents, device=device), torch.tensor(nodes, device=device)))
-    return Siblings(rounds, elder.to(device), source.to(device))
+    has_child = torch.tensor([row in children for row in range(size)])
+    return Siblings(rounds, elder.to(device), source.to(device), has_child.to(device))
 
 
 def sibling_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
@@ -115,8 +120,10 @@ def sibling_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Ten
         probs: ``[N+1, V]``.
         drafted: ``[N+1, V]``; rows without children are not read.
     """
+    if len(siblings.rounds) == 1:
+        return _only_child_odds(siblings, tokens, probs, drafted)
     accept = torch.ones_like(probs[:, 0])
-    rest, left = probs.clone(), drafted
+    rest, left = probs, drafted
     for parents, children in siblings.rounds:
         own, proposed = rest[parents], left[parents]
         chosen = tokens[children][:, None]
@@ -130,6 +137,22 @@ def sibling_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Ten
         # Nothing remains only where p equals q, and there nothing is rejected.
         rest = rest.index_copy(0, parents, torch.where(total > 0, reduced / total, own))
         left = left.index_copy(0, parents, proposed.scatter(1, chosen, 0.0))
+    return Odds(accept, lambda rows: rest.index_select(0, rows))
+
+
+def _only_child_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
+    """``sibling_odds`` where no node has a sibling: nothing is ever taken out of a distribution."""
+    accept = torch.ones_like(probs[:, 0])
+    ((parents, children),) = siblings.rounds
+    wanted, offered = probs[parents, tokens[children]], drafted[parents, tokens[children]]
+    accept[children] = torch.where(wanted >= offered, 1.0, wanted / offered)
+
+    def rest(rows: Tensor) -> Tensor:
+        own = probs.index_select(0, rows)
+        proposed = drafted.index_select(0, rows) * siblings.has_child[rows][:, None]
+        reduced = (own - proposed).clamp_min(0.0)
+        return torch.where(reduced.sum(dim=-1, keepdim=True) > 0, reduced, own)
+
     return Odds(accept, rest)
 
 
@@ -159,14 +182,18 @@ def block_odds(tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
     for i in range(depth):
         kept.append((kept[-1] * ratio[i]).clamp_max(1.0))
     stands = torch.stack(kept)
-    rest = (stands[:, None] * probs - drafted).clamp_min(0.0)
-    surplus = rest.sum(dim=-1)
+    left = (stands[:, None] * probs - drafted).clamp_min(0.0)
+    surplus = left.sum(dim=-1)
     missing = surplus + 1.0 - stands
     accept = torch.where(missing > 0, surplus / missing, 0.0)
     accept[0] = 1.0
     accept[depth] = stands[depth]
-    empty = surplus <= 0
-    return Odds(accept, torch.where(empty[:, None], probs, rest))
+
+    def rest(rows: Tensor) -> Tensor:
+        found = left.index_select(0, rows)
+        return torch.where(surplus[rows][:, None] > 0, found, probs.index_select(0, rows))
+
+    return Odds(accept, rest)
 
 
 def take_last(accept: Tensor, uniform: Tensor) -> Tensor:

@@ -112,10 +112,11 @@ Step = Callable[[tuple[int, ...]], list[tuple[tuple[int, ...], float]]]
 
 
 def _finish(
-    outcomes: Iterator[tuple[int, float]], rest: Tensor, texts: list[tuple[int, ...]], weight: float
+    outcomes: Iterator[tuple[int, float]], rest: Callable[[Tensor], Tensor], texts: list[tuple[int, ...]], weight: float
 ) -> Iterator[tuple[tuple[int, ...], float]]:
     for row, chance in outcomes:
-        last = rest[row] / rest[row].sum()
+        weights = rest(torch.tensor([row]))[0]
+        last = weights / weights.sum()
         for token, p in enumerate(last.tolist()):
             if p > 0:
                 yield (*texts[row], token), weight * chance * p
@@ -162,7 +163,7 @@ def fixed_step(tree: DraftTree, target: Model, draft: Model, typical: tuple[floa
         probs = torch.stack([target(prefix + text) for text in texts])
         if typical is not None:
             row = int(accept_typical(plan, rows, probs, *typical))
-            return list(_finish(iter([(row, 1.0)]), probs, texts, 1.0))
+            return list(_finish(iter([(row, 1.0)]), lambda rows: probs[rows], texts, 1.0))
         found = []
         for choices in itertools.product(range(probs.shape[1]), repeat=plan.size):
             weight = float(probs.gather(1, torch.tensor(choices)[:, None]).prod())

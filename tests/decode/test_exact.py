@@ -85,7 +85,7 @@ def without_normalising(siblings: Siblings, tokens: Tensor, probs: Tensor, draft
             reduced = (rest[parent] - left[parent]).clamp(min=0)
             rest[parent] = reduced / reduced.sum()
             left[parent, x] = 0
-    return Odds(accept, rest)
+    return Odds(accept, lambda rows: rest[rows])
 
 
 def test_the_two_known_wrong_rules_are_found_out() -> None:
