@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +13,9 @@ from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.sampling import truncate
 from specdraft.targets.hf import HFTarget
 
-LEAST_EXPECTED = 5.0
-"""Pairs of tokens that are expected less often than this are counted together."""
+LEAST_EXPECTED = 5
+"""Draws that each cell of a test should expect."""
+MAX_BINS = 6
 
 
 @dataclass(frozen=True)
@@ -88,42 +89,42 @@ def check_sampling(
 ) -> ChiSquare:
     """Draws the beginning of an answer ``samples`` times, with the seeds after the settings', and tests its law.
 
-    The exact law comes from the model's own forward. ``config``: temperature and truncation, and the verifier.
+    A token's place in the order of likelihood, as a share of probability, is uniform if the token was drawn from the
+    law it should have, whatever that law is; the places of the first two tokens fill a square of equal cells. The laws
+    come from the model's own forward. ``config``: temperature and truncation, and the verifier.
     """
-    counts: Counter[tuple[int, int]] = Counter()
+    laws: dict[tuple[int, ...], torch.Tensor] = {}
+    inside = torch.Generator().manual_seed(config.seed)
+    bins = max(2, min(MAX_BINS, math.isqrt(samples // LEAST_EXPECTED)))
+    counts = torch.zeros(bins, bins, dtype=torch.float64)
     accepted = 0
     for i in range(samples):
         # A third token is asked for, so that the second may be a drafted one.
         result = decoder.generate(prompt, 3, ignore_eos=True, sampling=replace(config, seed=config.seed + i))
-        counts[result.tokens[0], result.tokens[1]] += 1
         accepted += result.accepted_tokens
-    expected = _expected(target, prompt, config, samples)
-    observed = {pair: counts[pair] for pair in expected}
-    rest, rest_observed = samples - sum(expected.values()), samples - sum(observed.values())
-    statistic = sum((observed[pair] - mean) ** 2 / mean for pair, mean in expected.items())
-    cells = len(expected)
-    if rest > 1e-6:
-        statistic += (rest_observed - rest) ** 2 / rest
-        cells += 1
-    elif rest_observed:
-        statistic = float("inf")
-    return ChiSquare(samples, accepted, cells, statistic)
+        places = []
+        for start in ((), (result.tokens[0],)):
+            if start not in laws:
+                laws[start] = _law(target, [*prompt, *start], config)
+            place = _place(laws[start], result.tokens[len(start)], float(torch.rand((), generator=inside)))
+            places.append(min(int(place * bins), bins - 1))
+        counts[places[0], places[1]] += 1
+    expected = samples / counts.numel()
+    return ChiSquare(samples, accepted, counts.numel(), float(((counts - expected) ** 2 / expected).sum()))
 
 
 @torch.no_grad()
-def _expected(
-    target: HFTarget, prompt: list[int], config: SamplingConfig, samples: int
-) -> dict[tuple[int, int], float]:
-    """Pairs of first tokens expected at least ``LEAST_EXPECTED`` times, and how often."""
+def _law(target: HFTarget, ids: list[int], config: SamplingConfig) -> torch.Tensor:
+    """``[V]`` float64 on the host: what the token after ``ids`` is drawn from."""
+    logits = target.model(input_ids=torch.tensor([ids], device=target.device)).logits[:, -1]
+    return truncate(logits.float(), config).softmax(dim=-1)[0].double().cpu()
 
-    def after(ids: list[int]) -> torch.Tensor:
-        logits = target.model(input_ids=torch.tensor([ids], device=target.device)).logits[:, -1]
-        return truncate(logits.float(), config).softmax(dim=-1)[0] * samples
 
-    first = after(prompt)
-    found: dict[tuple[int, int], float] = {}
-    for token in (first >= LEAST_EXPECTED).nonzero().flatten().tolist():
-        pairs = after([*prompt, token]) * float(first[token]) / samples
-        for second in (pairs >= LEAST_EXPECTED).nonzero().flatten().tolist():
-            found[token, second] = float(pairs[second])
-    return found
+def _place(law: torch.Tensor, token: int, inside: float) -> float:
+    """The probability of all likelier tokens, and of ``token`` the share ``inside``; 1 for what has no probability."""
+    own = law[token]
+    if own == 0:
+        return 1.0
+    likelier = law > own
+    likelier |= (law == own) & (torch.arange(law.numel()) < token)
+    return float(law[likelier].sum() + inside * own)
