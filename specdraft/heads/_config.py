@@ -45,9 +45,6 @@ class HeadConfig:
         raise ConfigError(f"head.kind: names no head, got {self.kind!r}; choose one with head=<kind>")
 
 
-LAYER_INITS = ("auto", "target", "random")
-
-
 @dataclass(slots=True, kw_only=True)
 class DraftLayerConfig(HeadConfig):
     """Settings of the kinds that draft with a decoder layer of their own."""
@@ -56,9 +53,6 @@ class DraftLayerConfig(HeadConfig):
     """Width of the MLP; null = the target's."""
     num_key_value_heads: int | None = None
     """Heads of keys and values; null = the target's. As many as its query heads give every head values of its own."""
-    layer_init: str = "auto"
-    """What the layer starts from: target = the target's last layer, random, or auto = the target's where it is built
-    like the draft layer (the log says which)."""
 
     def __post_init__(self) -> None:
         HeadConfig.__post_init__(self)
@@ -66,8 +60,6 @@ class DraftLayerConfig(HeadConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"head.{name}: must be positive or null, got {value}; use null")
-        if self.layer_init not in LAYER_INITS:
-            raise ConfigError(f"head.layer_init: unknown, got {self.layer_init!r}; use {', '.join(LAYER_INITS)}")
 
     def key_value_heads(self, spec: TargetSpec) -> int:
         """Heads of keys and values for a target.

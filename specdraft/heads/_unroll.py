@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import (
     DraftBatch,
@@ -17,7 +16,6 @@ from specdraft.core.types import (
     DraftStep,
     Embed,
     Features,
-    LayerWeights,
     TargetSpec,
     Unembedding,
 )
@@ -46,25 +44,6 @@ class UnrolledHead(DraftHead):
     @abstractmethod
     def seed(self, features: Features) -> Tensor:
         """Target features ``[B, T, ·]`` -> first hidden states ``[B*T, H]``."""
-
-    @abstractmethod
-    def start_layer(self, layer: LayerWeights) -> bool:
-        """Starts the head from a target's last layer; False, with nothing changed, where the sizes differ."""
-
-    def init_layer(self, layer: LayerWeights | None) -> str | None:
-        """See DraftHead; ``head.layer_init`` decides."""
-        config = self.config
-        assert isinstance(config, DraftLayerConfig)
-        if config.layer_init == "random":
-            return "draft layer: starts at random"
-        if layer is not None and self.start_layer(layer):
-            return "draft layer: starts from the target's last layer"
-        reason = "it has other sizes" if layer is not None else "it is built in another way"
-        if config.layer_init == "target":
-            raise ConfigError(
-                f"head.layer_init: the target's last layer does not fit the draft layer ({reason}), got target; use auto"
-            )
-        return f"draft layer: starts at random, the target's last layer does not fit ({reason})"
 
     @abstractmethod
     def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:

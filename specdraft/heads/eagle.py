@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.types import FeatureRequest, Features, LayerWeights, TargetSpec, Unembedding
+from specdraft.core.types import Embed, FeatureRequest, Features, TargetSpec, Unembedding
 from specdraft.heads._blocks import DraftLayer
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._unroll import UnrolledHead
@@ -41,31 +41,33 @@ class EagleConfig(DraftLayerConfig):
 
 
 class EagleHead(UnrolledHead):
-    """f^_{t+1} = Layer(W [e(x_{t+1}); f_t]), p(x_{t+2}) = softmax(U f^_{t+1}), U the target's frozen lm_head.
+    """f^_{t+1} = Layer(W [c e(x_{t+1}); f_t]), p(x_{t+2}) = softmax(U f^_{t+1}), U the target's frozen lm_head.
 
-    f is the target's last hidden state after its final norm; the layer has no input norm. Source: Li et al. 2024
+    f is the target's last hidden state after its final norm; the layer has no input norm. The constant c (1 in the paper)
+    is no more than a scale of W's columns, which training would take long to find. Source: Li et al. 2024
     (EAGLE), section 4.1 and figure 5; the loss is SmoothL1(f^, f) + 0.1 CE (``configs/loss/feature.yaml``).
     """
+
+    embedding_scale: Tensor
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, config.unroll_steps)
         self.input_noise = config.input_noise
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
         self.layer = DraftLayer(spec, config, spec.hidden_size)
+        self.register_buffer("embedding_scale", torch.ones(()))
 
     def features(self) -> FeatureRequest:
         """Only the last hidden state."""
         return FeatureRequest()
 
-    @torch.no_grad()
-    def start_layer(self, layer: LayerWeights) -> bool:
-        """The target's last layer over its own last hidden state, whose final norm the projections undo."""
-        if not self.layer.start_from(layer, layer.attention_norm / layer.final_norm):
-            return False
-        size = self.spec.hidden_size
-        self.fc.weight.zero_()
-        self.fc.weight[:, size:].fill_diagonal_(1.0)
-        return True
+    def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
+        """Embeddings are brought to the root mean square 1, since some targets' are tiny beside their features."""
+        total, count = 0.0, 0
+        for ids in torch.arange(self.spec.vocab_size, device=unembed.weight.device).split(4096):
+            rows = embed(ids).double()
+            total, count = total + float(rows.square().sum()), count + rows.numel()
+        self.embedding_scale.fill_((count / total) ** 0.5 if total else 1.0)
 
     def seed(self, features: Features) -> Tensor:
         """The target's last hidden states, with noise in training so that the head bears its own errors."""
@@ -76,7 +78,7 @@ class EagleHead(UnrolledHead):
 
     def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """One fused vector, projected and carried on as the residual."""
-        fused = self.fc(torch.cat([embedded, hidden.to(embedded.dtype)], -1))
+        fused = self.fc(torch.cat([embedded * self.embedding_scale, hidden.to(embedded.dtype)], -1))
         return fused, fused
 
     def readout(self, output: Tensor) -> Tensor:

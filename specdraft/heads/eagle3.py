@@ -14,6 +14,8 @@ from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads.base import register_head
 
+LAYER_INITS = ("auto", "target", "random")
+
 
 @register_head("eagle3")
 @dataclass(slots=True, kw_only=True)
@@ -26,8 +28,14 @@ class Eagle3Config(DraftLayerConfig):
     norm_before_residual: bool = False
     """True: the residual is the normed hidden state (some published heads); False: the hidden state as it is."""
 
+    layer_init: str = "auto"
+    """What the layer starts from: target = the target's last layer, random, or auto = the target's where it is built
+    like the draft layer (the log says which)."""
+
     def __post_init__(self) -> None:
         DraftLayerConfig.__post_init__(self)
+        if self.layer_init not in LAYER_INITS:
+            raise ConfigError(f"head.layer_init: unknown, got {self.layer_init!r}; use {', '.join(LAYER_INITS)}")
         layers = self.aux_layers
         if layers is not None and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
             raise ConfigError(
@@ -64,6 +72,7 @@ class Eagle3Head(UnrolledHead):
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
         super().__init__(config, spec, config.num_draft_tokens)
+        self.layer_init = config.layer_init
         self.norm_before_residual = config.norm_before_residual
         self.aux_layers = config.layers_of(spec)
         size = spec.hidden_size
@@ -82,16 +91,23 @@ class Eagle3Head(UnrolledHead):
         """The lm_head starts as the target's rows of the draft vocabulary."""
         self.lm_head.weight.data.copy_(self.draft_unembedding(unembed).weight)
 
-    @torch.no_grad()
-    def start_layer(self, layer: LayerWeights) -> bool:
-        """The target's last layer over the last fused layer's hidden state: what is drafted first is x_{t+1} again."""
-        if not self.layer.start_from(layer, layer.attention_norm):
-            return False
-        size = self.spec.hidden_size
-        self.fc.weight.zero_()
-        self.fc.weight[:, -size:].fill_diagonal_(1.0)
-        self.norm.weight.copy_(layer.final_norm)
-        return True
+    def init_layer(self, layer: LayerWeights | None) -> str | None:
+        """The target's last layer over the last fused layer: what is predicted first is the target's own next token."""
+        if self.layer_init == "random":
+            return "draft layer: starts at random"
+        if layer is not None and self.layer.start_from(layer, layer.attention_norm):
+            size = self.spec.hidden_size
+            with torch.no_grad():
+                self.fc.weight.zero_()
+                self.fc.weight[:, -size:].fill_diagonal_(1.0)
+                self.norm.weight.copy_(layer.final_norm)
+            return "draft layer: starts from the target's last layer"
+        reason = "it has other sizes" if layer is not None else "it is built in another way"
+        if self.layer_init == "target":
+            raise ConfigError(
+                f"head.layer_init: the target's last layer does not fit the draft layer ({reason}), got target; use auto"
+            )
+        return f"draft layer: starts at random, the target's last layer does not fit ({reason})"
 
     def seed(self, features: Features) -> Tensor:
         """The fused features."""

@@ -58,25 +58,23 @@ def test_eagle3_starts_as_the_end_of_the_target(kv_heads: int | None) -> None:
     torch.testing.assert_close(steps[0].hidden, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_random_leaves_the_layer_alone(kind: str) -> None:
+def test_random_leaves_the_layer_alone() -> None:
     target = tiny_target("llama")
-    head, line = started(target, kind, layer_init="random")
+    head, line = started(target, layer_init="random")
     torch.manual_seed(0)
-    built = head_config(kind, {"num_draft_tokens": 2}).build(target.spec)
+    built = head_config("eagle3", {"num_draft_tokens": 2}).build(target.spec)
     assert line == "draft layer: starts at random"
     torch.testing.assert_close(head.layer.down_proj.weight, built.layer.down_proj.weight)
-    fitted, _ = started(target, kind)
+    fitted, _ = started(target)
     torch.testing.assert_close(fitted.layer.down_proj.weight, target.layout.layers[-1].mlp.down_proj.weight)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize(("family", "settings"), [("qwen3", {}), ("llama", {"intermediate_size": 40})])
-def test_what_does_not_fit_is_said_or_refused(kind: str, family: str, settings: dict[str, Any]) -> None:
-    _, line = started(tiny_target(family), kind, **settings)
+def test_what_does_not_fit_is_said_or_refused(family: str, settings: dict[str, Any]) -> None:
+    _, line = started(tiny_target(family), **settings)
     assert line is not None and "starts at random, the target's last layer does not fit" in line
     with pytest.raises(ConfigError, match=r"^head\.layer_init: the target's last layer does not fit"):
-        started(tiny_target(family), kind, layer_init="target", **settings)
+        started(tiny_target(family), layer_init="target", **settings)
 
 
 def test_settings_out_of_range_are_refused() -> None:
@@ -86,3 +84,13 @@ def test_settings_out_of_range_are_refused() -> None:
         head_config("eagle", {"num_key_value_heads": 0})
     with pytest.raises(ConfigError, match=r"^head\.layer_init: unknown, got 'best'"):
         head_config("eagle3", {"layer_init": "best"})
+
+
+@pytest.mark.parametrize("factor", [1.0, 30.0])
+def test_eagle_sees_embeddings_and_features_at_one_scale(factor: float) -> None:
+    target = tiny_target("llama")
+    head, line = started(target, "eagle")
+    assert line is None
+    head.init_from_target(lambda ids: target.embed(ids) / factor, target.unembedding)
+    every = target.embed(torch.arange(target.spec.vocab_size)) / factor
+    assert float((every * head.embedding_scale).square().mean()) == pytest.approx(1.0, rel=1e-4)
