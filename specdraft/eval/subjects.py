@@ -12,9 +12,9 @@ from specdraft.core.tree import DraftTree, TreeGrowth
 from specdraft.decode._config import DecodeConfig
 from specdraft.decode._proposer_config import DraftModelConfig, ProposerConfig
 from specdraft.decode.draft_model import DraftModelProposer
-from specdraft.decode.engine import NO_TREE
 from specdraft.decode.methods import make_proposer
 from specdraft.decode.proposers import HeadProposer, Proposer, draft_tree
+from specdraft.decode.row import NO_TREE
 from specdraft.heads.base import DraftHead
 from specdraft.targets.hf import HFTarget
 
