@@ -16,6 +16,7 @@ from specdraft.core.tree import DraftTree, GrownTree, Proposal
 from specdraft.decode.batch_cache import BatchCache, batch_masks
 from specdraft.decode.judge import Verdict
 from specdraft.decode.plan import TreePlan
+from specdraft.decode.proposers import BatchProposer
 from specdraft.decode.result import StepOutput
 from specdraft.decode.row import NO_TREE, Row
 from specdraft.targets.base import Target
@@ -90,7 +91,7 @@ class Batch:
     def _step(self) -> list[tuple[int, StepOutput]]:
         """Drafts for every row, runs the target once, and emits what each row accepted."""
         begin = perf_counter()
-        proposals = [row.propose() for row in self._rows]
+        proposals = self._propose()
         drafted = perf_counter()
         plans = [self._plan(NO_TREE if p is None else p.tree, self.cache.capacity) for p in proposals]
         tokens = [
@@ -116,6 +117,20 @@ class Batch:
         self._share_time(drafted - begin, ran - prepared, verified - ran, prepared - drafted + end - verified)
         self._let_go(verdicts)
         return outputs
+
+    def _propose(self) -> list[Proposal | None]:
+        """Every row's draft, in one go where the proposer can."""
+        proposer = self._rows[0].proposer
+        drafting = [slot for slot, row in enumerate(self._rows) if row.max_depth >= 1]
+        if len(drafting) < 2 or not isinstance(proposer, BatchProposer):
+            return [row.propose() for row in self._rows]
+        rows = [self._rows[slot] for slot in drafting]
+        contexts = [row.context for row in rows if row.context is not None]
+        drafts = proposer.propose_batch([row.state for row in rows], contexts, [row.max_depth for row in rows])
+        found: list[Proposal | None] = [None] * len(self._rows)
+        for slot, row, draft in zip(drafting, rows, drafts, strict=True):
+            found[slot] = row.check(draft)
+        return found
 
     def _inputs(
         self, plans: list[TreePlan], tokens: list[Tensor]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -36,6 +37,17 @@ class Proposer(Protocol):
 
         It is called once a step and sees every committed token exactly once, whether or not it drafts.
         """
+        ...
+
+
+@runtime_checkable
+class BatchProposer(Proposer, Protocol):
+    """A proposer that drafts for several rows at once."""
+
+    def propose_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], max_depths: Sequence[int]
+    ) -> list[Proposal | None]:
+        """``propose`` for each row."""
         ...
 
 
@@ -81,6 +93,28 @@ class HeadProposer:
             return self.head.grow(state, context, self.target.embed, self.shape.cut(max_depth))
         tree = self._trees[min(max_depth, len(self._trees)) - 1]
         return self.head.propose(state, context, self.target.embed, tree)
+
+    def propose_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], max_depths: Sequence[int]
+    ) -> list[Proposal | None]:
+        """The rows whose drafts are cut to the same tree share the head's forwards; grown trees are drafted row by row."""
+        if isinstance(self.shape, TreeGrowth):
+            rows = zip(states, contexts, max_depths, strict=True)
+            return [self.propose(state, context, max_depth) for state, context, max_depth in rows]
+        groups: dict[int, list[int]] = {}
+        for row, max_depth in enumerate(max_depths):
+            groups.setdefault(min(max_depth, len(self._trees)), []).append(row)
+        found: list[Proposal | None] = [None] * len(states)
+        for depth, members in groups.items():
+            drafts = self.head.propose_batch(
+                [states[row] for row in members],
+                [contexts[row] for row in members],
+                self.target.embed,
+                self._trees[depth - 1],
+            )
+            for row, draft in zip(members, drafts, strict=True):
+                found[row] = draft
+        return found
 
 
 def head_dtype(config: DecodeConfig, target: Target) -> torch.dtype:

@@ -101,15 +101,22 @@ class Row:
             cache.commit(range(count))
         return found[0] if len(found) == 1 else Features.concatenate(found)
 
+    @property
+    def max_depth(self) -> int:
+        """How deep the next draft may be: the step adds one token of the target's own to what it accepts."""
+        return self.limits.room - len(self.result.tokens) - 1
+
     def propose(self) -> Proposal | None:
-        """A draft as deep as what may still be emitted allows: the step adds one token of the target's own to it."""
-        max_depth = self.limits.room - len(self.result.tokens) - 1
-        if self.proposer is None or self.context is None or max_depth < 1:
+        """A draft of at most ``max_depth``, or None."""
+        if self.proposer is None or self.context is None or self.max_depth < 1:
             return None
-        proposal = self.proposer.propose(self.state, self.context, max_depth)
-        if proposal is not None and not 1 <= proposal.tree.max_depth <= max_depth:
+        return self.check(self.proposer.propose(self.state, self.context, self.max_depth))
+
+    def check(self, proposal: Proposal | None) -> Proposal | None:
+        """The proposal, if it is as deep as it may be; ValueError tells a faulty proposer."""
+        if proposal is not None and not 1 <= proposal.tree.max_depth <= self.max_depth:
             raise ValueError(
-                f"the proposer drafted {proposal.tree.max_depth} deep where 1 to {max_depth} was asked for"
+                f"the proposer drafted {proposal.tree.max_depth} deep where 1 to {self.max_depth} was asked for"
             )
         return proposal
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from specdraft.core.types import (
 from specdraft.heads._blocks import DraftLayer
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
+from specdraft.heads._unroll_batch import propose_batch
 from specdraft.heads.base import DraftHead, TokenPicker
 
 
@@ -121,6 +123,12 @@ class UnrolledHead(DraftHead):
             output = self.layer.finish(state.attend(query, length + written, level.mask), residual)
             drafted.append(self._choose(state, output, level, picker))
         return picker.proposal(torch.cat(drafted), tree)
+
+    def propose_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, tree: DraftTree
+    ) -> list[Proposal]:
+        """See DraftHead: the rows share every product with a weight."""
+        return propose_batch(self, states, contexts, embed, tree)
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """See DraftHead: each level is one pass of the layer over the ``top_k`` nodes of the beam."""

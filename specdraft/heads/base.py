@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
@@ -114,6 +114,15 @@ class DraftHead(nn.Module, ABC):
         ``tree`` is the tree of ``init_state`` or that tree truncated to a smaller depth of at least 1. Nothing is copied
         to the host. What an earlier call drafted and the target rejected leaves no trace.
         """
+
+    def propose_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, tree: DraftTree
+    ) -> list[Proposal]:
+        """``propose`` for several rows, each with its own state and context; all draft ``tree``.
+
+        A kind that shares the products with its weights between the rows overrides this.
+        """
+        return [self.propose(state, own, embed, tree) for state, own in zip(states, contexts, strict=True)]
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """Like ``propose``, with a tree that this step's probabilities shape; of kinds that set ``grows``.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdraft.core.errors import ConfigError, DataError, DecodeError
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftContext, FeatureRequest, Features
 from specdraft.decode._proposer_config import PromptLookupConfig
 from specdraft.decode._sampling_config import SamplingConfig
@@ -20,6 +20,7 @@ from specdraft.decode.plan import TreePlan
 from specdraft.decode.prompt_lookup import PromptLookupProposer
 from specdraft.decode.proposers import HeadProposer, Proposer
 from specdraft.decode.result import BatchError, DecodeResult
+from specdraft.heads.base import head_kinds
 from specdraft.targets.first_layers import first_layers
 from specdraft.targets.hf import HFTarget
 from tests.decode.oracle import VOCAB, prompt_ids
@@ -126,7 +127,7 @@ def test_every_acceptance_length_occurs_beside_others() -> None:
     assert all(row.accepted_per_depth[3] > 0 and row.accepted_per_depth[0] < row.num_steps for row in result)
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "draft_model", "prompt_lookup"])
+@pytest.mark.parametrize("name", [*head_kinds(), "draft_model", "prompt_lookup"])
 def test_every_kind_of_proposer(name: str) -> None:
     target = tiny_target("llama")
     proposer: Proposer
@@ -140,6 +141,28 @@ def test_every_kind_of_proposer(name: str) -> None:
     found = decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True, max_batch_size=3)
     assert_same(found, alone(decoder, ignore_eos=True))
     assert sum(row.drafted_tokens for row in found) > 20
+
+
+@pytest.mark.parametrize("shape", [DraftTree.chain(3), TREE, TreeGrowth(3, 4, 7)], ids=["chain", "tree", "grown"])
+def test_rows_share_the_products_of_a_head(shape: DraftTree | TreeGrowth) -> None:
+    target = tiny_target("llama")
+    head = make_head("eagle3", target.spec, num_draft_tokens=3).eval()
+    decoder = SpeculativeDecoder(target, HeadProposer(head, target, shape))
+    calls: list[int] = []
+    inner = head.mix
+
+    def spy(hidden: torch.Tensor, embedded: torch.Tensor) -> Any:
+        calls.append(hidden.shape[0])
+        return inner(hidden, embedded)
+
+    head.mix = spy
+    single = [decoder.generate(p, 12, ignore_eos=True) for p in PROMPTS]
+    alone_calls, calls[:] = len(calls), []
+    assert_same(decoder.generate_batch(PROMPTS, 12, ignore_eos=True), single)
+    assert sum(row.drafted_tokens for row in single) > 100
+    if isinstance(shape, DraftTree):
+        assert calls[0] == sum(map(len, PROMPTS))
+        assert len(calls) <= 2 * 12 * 3 < alone_calls
 
 
 def test_rows_end_for_reasons_of_their_own() -> None:

@@ -1,0 +1,96 @@
+"""Drafts of several rows at once by an unrolled head: one product of every weight a level, attention row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.types import DraftContext, Embed, Features
+from specdraft.heads.base import TokenPicker
+
+if TYPE_CHECKING:
+    from specdraft.heads._unroll import TreeLevel, UnrolledHead, UnrollState
+
+
+def propose_batch(
+    head: UnrolledHead,
+    states: Sequence[UnrollState],
+    contexts: Sequence[DraftContext],
+    embed: Embed,
+    tree: DraftTree,
+) -> list[Proposal]:
+    """What ``head.propose`` gives for each state and context, all of which draft ``tree``."""
+    count = len(states)
+    output, positions, lengths = _take_in(head, states, contexts, embed)
+    plans = [state.plan(tree, positions.device) for state in states]
+    pickers = [TokenPicker(head, context) for context in contexts]
+    drafted = [_choose(head, states[0], output, plans[0].levels[0], pickers)]
+    written = 0
+    for depth, level in enumerate(plans[0].levels[1:], start=1):
+        size = level.query_parents.numel()
+        parents = output.unflatten(0, (count, -1)).index_select(1, level.query_parents)
+        tokens = drafted[-1].index_select(1, level.query_tokens)
+        x, residual = head.mix(parents.flatten(0, 1), _embed(head, embed, tokens.flatten()))
+        projected = head.layer.project(x, (positions + depth).repeat_interleave(size))
+        attended = []
+        for state, plan, length, *own in zip(
+            states, plans, lengths, *(part.split(size) for part in projected), strict=True
+        ):
+            query, key, value = own
+            state.write(length + written, key, value)
+            attended.append(state.attend(query, length + written + size, plan.levels[depth].mask))
+        written += size
+        output = head.layer.finish(torch.cat(attended), residual)
+        drafted.append(_choose(head, states[0], output, level, pickers))
+    found = torch.cat(drafted, dim=1)
+    return [picker.proposal(own, tree) for picker, own in zip(pickers, found, strict=True)]
+
+
+def _take_in(
+    head: UnrolledHead, states: Sequence[UnrollState], contexts: Sequence[DraftContext], embed: Embed
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Adds the keys of the committed positions of every row.
+
+    Returns the layer's outputs ``[B, H]`` at the last positions, these positions ``[B]``, and the rows filled in each cache.
+    """
+    device = contexts[0].next_tokens.device
+    counts = [context.next_tokens.shape[1] for context in contexts]
+    ends = [context.start + count for context, count in zip(contexts, counts, strict=True)]
+    positions = torch.cat(
+        [torch.arange(end - count, end, device=device) for end, count in zip(ends, counts, strict=True)]
+    )
+    tokens = torch.cat([context.next_tokens[0] for context in contexts])
+    features = Features.concatenate([context.features for context in contexts])
+    x, residual = head.mix(head.seed(features), _embed(head, embed, tokens))
+    query, keys, values = head.layer.project(x, positions)
+    last = torch.tensor(list(accumulate(counts)), device=device) - 1
+    attended = []
+    for state, end, key, value, own in zip(
+        states, ends, keys.split(counts), values.split(counts), query.index_select(0, last).split(1), strict=True
+    ):
+        state.write(end - key.shape[0], key, value)
+        attended.append(state.attend(own, end, None))
+    output = head.layer.finish(torch.cat(attended), residual.index_select(0, last))
+    return output, positions.index_select(0, last), ends
+
+
+def _embed(head: UnrolledHead, embed: Embed, ids: Tensor) -> Tensor:
+    """Embeddings without a graph, in the head's dtype."""
+    return embed(ids).detach().to(head.dtype)
+
+
+def _choose(
+    head: UnrolledHead, state: UnrollState, output: Tensor, level: TreeLevel, pickers: list[TokenPicker]
+) -> Tensor:
+    """Target ids ``[B, n]`` of a level's nodes. ``state``: any of the rows', for the unembedding they share."""
+    logits = state.unembed(head.readout(output)).chunk(len(pickers))
+    chosen = [
+        picker.ranked(own, level.max_rank + 1)[level.rows, level.ranks]
+        for picker, own in zip(pickers, logits, strict=True)
+    ]
+    return torch.stack(chosen)
