@@ -106,4 +106,7 @@ def check_shape(head: DraftHead, shape: DraftTree | TreeGrowth) -> None:
             f"decode.dynamic_total_tokens: {head.config.kind} heads draft fixed trees only, got {shape.total_tokens}; "
             "use decode.tree"
         )
-    head.check_depth(shape.beams if isinstance(shape, TreeGrowth) else shape)
+    if isinstance(shape, TreeGrowth):
+        head.check_depth(shape.beams, ("decode.dynamic_depth", "decode.dynamic_top_k"))
+    else:
+        head.check_depth(shape)

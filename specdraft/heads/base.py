@@ -169,16 +169,21 @@ class DraftHead(nn.Module, ABC):
             return None
         return self.vocab.to_draft(torch.arange(self.spec.vocab_size, device=self.vocab.t2d.device))
 
-    def check_depth(self, tree: DraftTree) -> None:
-        """Raises ConfigError when ``tree`` is deeper than the head was trained for or ranks beyond its vocabulary."""
+    def check_depth(self, tree: DraftTree, keys: tuple[str, str] | None = None) -> None:
+        """Raises ConfigError when ``tree`` is deeper than the head was trained for or ranks beyond its vocabulary.
+
+        keys: the settings of depth and ranks that the error names; None = those of a fixed tree or chain.
+        """
+        if keys is None:
+            keys = ("decode.num_draft_tokens" if tree == DraftTree.chain(len(tree)) else "decode.tree", "decode.tree")
         if tree.max_depth > self.config.num_draft_tokens:
             raise ConfigError(
-                f"decode.tree: deeper than the head drafts ({self.config.num_draft_tokens}), got depth {tree.max_depth}; "
-                "use a shallower tree"
+                f"{keys[0]}: deeper than the head drafts ({self.config.num_draft_tokens}), got depth {tree.max_depth}; "
+                f"use at most {self.config.num_draft_tokens}"
             )
         size = self.config.draft_vocab_size or self.spec.vocab_size
         if tree.max_rank >= size:
-            raise ConfigError(f"decode.tree: rank beyond the draft vocabulary of {size}, got {tree.max_rank}; lower it")
+            raise ConfigError(f"{keys[1]}: rank beyond the draft vocabulary of {size}, got {tree.max_rank}; lower it")
 
     def to_target_probs(self, probs: Tensor) -> Tensor:
         """Probabilities ``[m, D]`` over the draft vocabulary -> ``[m, V]`` over the target's, 0 outside the former."""
