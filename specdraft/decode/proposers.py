@@ -72,6 +72,8 @@ class HeadProposer:
 
     def begin(self, max_length: int) -> Any:
         """The head's own state."""
+        # Another proposer of the same head, or a measurement, may have used it with other rows meanwhile.
+        self.head.prepare_unembedding(self.target.unembedding, self._prepare)
         tree = self.shape.beams if isinstance(self.shape, TreeGrowth) else self.shape
         return self.head.init_state(max_length, tree, self.target.unembedding)
 

@@ -85,6 +85,7 @@ class DraftHead(nn.Module, ABC):
         self.spec = spec
         self.vocab = DraftVocab(spec.vocab_size, config.draft_vocab_size) if config.draft_vocab_size else None
         self._selected: tuple[Tensor, Unembedding] | None = None
+        self._prepared: tuple[torch.dtype, int] | None = None
 
     @abstractmethod
     def features(self) -> FeatureRequest:
@@ -135,13 +136,22 @@ class DraftHead(nn.Module, ABC):
             return self._selected[1]
         if self.vocab is None:
             return unembed
+        self._prepared = None
         self._selected = (unembed.weight, unembed.select(self.vocab.draft_token_ids()))
         return self._selected[1]
 
     def prepare_unembedding(self, unembed: Unembedding, prepare: Callable[[Unembedding], Unembedding]) -> None:
-        """Makes ``draft_unembedding`` of this ``unembed`` give what ``prepare`` makes of it: a faster one of the same map."""
+        """Makes ``draft_unembedding`` of this ``unembed`` give what ``prepare`` makes of it: a faster one of the same map.
+
+        Nothing is done where that stands already, for the head's present dtype and draft vocabulary.
+        """
+        offsets = None if self.vocab is None else self.vocab.d2t
+        present = self.dtype, 0 if offsets is None or offsets.is_inference() else offsets._version
+        if self._prepared == present and self._selected is not None and self._selected[0] is unembed.weight:
+            return
         self._selected = None
         self._selected = (unembed.weight, prepare(self.draft_unembedding(unembed)))
+        self._prepared = present
 
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """Called once before training, after the draft vocabulary is set: copy what starts from the target's weights."""
