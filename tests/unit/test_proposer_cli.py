@@ -101,6 +101,28 @@ def test_several_are_compared_in_one_table_and_one_file(capsys: pytest.CaptureFi
     assert not Path("heads/medusa/results.json").exists()
 
 
+def test_a_comparison_with_a_head_that_does_not_fit_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    other = load_target(TargetConfig(name="draft"))
+    save_head(make_head("medusa", other.spec, num_draft_tokens=2), "heads/other")
+    assert main([*EVAL, "proposers=[none]", "heads=[heads/medusa,heads/other]"]) == 2
+    assert main([*EVAL, "proposers=[none]", "heads=[heads/medusa]", "decode.num_draft_tokens=9"]) == 2
+    found = capsys.readouterr()
+    assert "measuring" not in found.out
+    first, second = found.err.splitlines()
+    assert "head: was trained for a target with num_hidden_layers 1, got 4 (target)" in first
+    assert "decode.num_draft_tokens: deeper than the head drafts (2), got depth 9" in second
+
+
+def test_a_comparison_says_which_shape_a_head_has(capsys: pytest.CaptureFixture[str]) -> None:
+    tune = ["tune", "head=heads/medusa", "target.pack_weights=false", "prompts=questions.jsonl", "tune.limit=1"]
+    assert main([*tune, "tune.max_new_tokens=8", "tune.max_nodes=2", "tune.rounds=1"]) == 0
+    capsys.readouterr()
+    assert main([*EVAL, "heads=[heads/medusa,heads/eagle3]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("measuring medusa (decode.json: ") for line in lines)
+    assert "measuring eagle3" in lines
+
+
 def test_a_comparison_takes_the_target_of_its_heads(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in EVAL if not word.startswith("target.name")]
     assert main([*words, "heads=[heads/medusa,heads/medusa/]", "output=two.json"]) == 0
