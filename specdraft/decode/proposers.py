@@ -42,7 +42,7 @@ class Proposer(Protocol):
 class HeadProposer:
     """A draft head as a proposer over a fixed tree, or over a tree grown anew at every step.
 
-    On the CPU a frozen head's weights are packed for products of few rows; they must not change from then on.
+    On the CPU a frozen head's weights are packed for products of few rows; make a new proposer when they have changed.
 
     Raises:
         ConfigError: the head cannot draft this shape.
