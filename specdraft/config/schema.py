@@ -364,8 +364,10 @@ def check_sampling(sampling: SamplingConfig, decode: DecodeConfig) -> None:
         len(path) != i for i, path in enumerate(decode.tree or [], 1)
     )
     if sampling.verifier == "block" and is_branched:
+        raise ConfigError("sampling.verifier: block takes a chain, got block for a tree; use auto")
+    if sampling.verifier == "speculative_sampling" and decode.dynamic_total_tokens is not None:
         raise ConfigError(
-            "sampling.verifier: block takes a chain, got block for a tree; use sampling.verifier=speculative_sampling"
+            "sampling.verifier: needs drafts that are drawn, which grown trees are not, got speculative_sampling; use auto"
         )
 
 
