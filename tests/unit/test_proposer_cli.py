@@ -147,6 +147,11 @@ def test_generate_writes_the_same_text(words: list[str], capsys: pytest.CaptureF
     [
         (["proposer=prompt_lookup", "head=heads/medusa"], "head: has no effect with proposer=prompt_lookup"),
         (["proposer=lookup"], "proposer: no such option, got lookup; did you mean prompt_lookup?"),
+        (
+            ["proposer=[suffix,prompt_lookup]"],
+            "proposer: takes one option, got [suffix,prompt_lookup]; compare several with proposers=[suffix,prompt_lookup]",
+        ),
+        (["proposer=suffix,none"], "got suffix,none; write proposers=[suffix,none] for a list"),
         (["proposer=suffix", "proposer.max_ngram=2"], "proposer.max_ngram: no such setting"),
         (
             ["proposer=suffix", "decode.num_draft_tokens=2"],
