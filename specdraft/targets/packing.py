@@ -48,12 +48,13 @@ def _pack_onednn(weight: Tensor) -> Product:
 def _kernels() -> dict[torch.dtype, _Kernel]:
     """The kernels that this build of torch and this processor have, by dtype.
 
-    The row limits are measured ones: in fp32 one row is bound by reading the weight however it lies, and above 16 rows
-    the plain product is as fast; in bf16 the packed product wins at every size tried (1 to 64).
+    The row limits are measured ones: in fp32 up to three rows are bound by reading the weight however it lies and the
+    plain product is a little faster, from four rows on it falls behind, above 16 it is as fast again; in bf16 the packed
+    product wins at every size tried (1 to 64).
     """
     kernels = {}
     if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
-        kernels[torch.float32] = _Kernel(_pack_mkl, min_rows=2, max_rows=16)
+        kernels[torch.float32] = _Kernel(_pack_mkl, min_rows=4, max_rows=16)
     onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         kernels[torch.bfloat16] = _Kernel(_pack_onednn, min_rows=1, max_rows=64)
