@@ -63,7 +63,7 @@ def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
     sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
     hashes = {name: prompts_hash(prompts) for name, prompts in sets.items()}
     settings = {key: getattr(cfg.decode, key) for key in ("max_new_tokens", "ignore_eos")} | {
-        key: getattr(cfg.eval, key) for key in ("turns", "repeats", "bootstrap_samples", "seed")
+        key: getattr(cfg.eval, key) for key in ("turns", "repeats", "bootstrap_samples", "seed", "batch_size")
     }
     shape = draft_tree(cfg.decode, cfg.head.num_draft_tokens)
     dtype = cfg.eval.dtype or cfg.target.dtype

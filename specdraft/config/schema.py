@@ -384,7 +384,7 @@ RUNS: dict[str, type] = {
 """Sub-command -> what it is configured with; the primary config has the sub-command's name."""
 
 SHORTHANDS: dict[str, dict[str, str]] = {
-    "eval": {"head": "head.path", "prompts": "eval.prompts"},
+    "eval": {"head": "head.path", "prompts": "eval.prompts", "batch_size": "eval.batch_size"},
     "tune": {"head": "head.path", "prompts": "tune.prompts", "batch_size": "tune.batch_size"},
     "generate": {"head": "head.path"},
     "export": {"head": "head.path"}

@@ -79,6 +79,17 @@ class Features:
         aux = None if self.aux_hidden is None else self.aux_hidden.index_select(1, index)
         return Features(self.last_hidden.index_select(1, index), aux)
 
+    def row(self, place: int) -> Features:
+        """One row of the batch axis, as a batch of one."""
+        aux = None if self.aux_hidden is None else self.aux_hidden[place : place + 1]
+        return Features(self.last_hidden[place : place + 1], aux)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Features]) -> Features:
+        """Parts of one text after one another on the token axis; all with or all without ``aux_hidden``."""
+        aux = [part.aux_hidden for part in parts if part.aux_hidden is not None]
+        return Features(torch.cat([part.last_hidden for part in parts], dim=1), torch.cat(aux, dim=1) if aux else None)
+
 
 @dataclass(frozen=True)
 class Unembedding:

@@ -12,21 +12,25 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 Shape = tuple[int, int, int, torch.dtype, torch.device]
 
 
-class _Store:
+class Store:
     """Keys and values of all layers. State 2i are the keys of layer i, state 2i + 1 its values.
 
     States of one shape share a tensor ``[states, B, heads, capacity, head_dim]``, so that what concerns all layers is
     one call. The tensors are made at the first ``commit``, from the shapes of the first forward.
+
+    length: the place at which a forward writes. slots: the first and the number of the B slots that it is about.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, capacity: int, num_slots: int = 1) -> None:
         self.num_states = 2 * num_layers
         self.capacity = capacity
+        self.num_slots = num_slots
         self.length = 0
+        self.slots = (0, 1)
         self.tensors: dict[Shape, Tensor] = {}
         self._members: dict[Shape, list[int]] = {}
         self._first: dict[int, Tensor] = {}
-        self._opened = (-1, -1)
+        self._opened: tuple[int, int, tuple[int, int]] | None = None
         self._slots: list[Tensor] = []
         self._filled: list[Tensor] = []
 
@@ -35,8 +39,9 @@ class _Store:
         if not self.tensors:
             self._first[2 * layer], self._first[2 * layer + 1] = keys, values
             return keys, values
-        if self._opened != (self.length, keys.shape[-2]):
-            self._open(keys.shape[-2])
+        count = keys.shape[-2]
+        if self._opened != (self.length, count, self.slots):
+            self._open(count)
         self._slots[2 * layer].copy_(keys)
         self._slots[2 * layer + 1].copy_(values)
         return self._filled[2 * layer], self._filled[2 * layer + 1]
@@ -49,11 +54,12 @@ class _Store:
         slots: dict[int, Tensor] = {}
         filled: dict[int, Tensor] = {}
         for shape, tensor in self.tensors.items():
-            slots.update(zip(self._members[shape], tensor.narrow(3, self.length, count).unbind(0), strict=True))
-            filled.update(zip(self._members[shape], tensor.narrow(3, 0, end).unbind(0), strict=True))
+            rows = tensor.narrow(1, *self.slots)
+            slots.update(zip(self._members[shape], rows.narrow(3, self.length, count).unbind(0), strict=True))
+            filled.update(zip(self._members[shape], rows.narrow(3, 0, end).unbind(0), strict=True))
         self._slots = [slots[state] for state in range(self.num_states)]
         self._filled = [filled[state] for state in range(self.num_states)]
-        self._opened = (self.length, count)
+        self._opened = (self.length, count, self.slots)
 
     def commit(self, rows: Sequence[int], index: Tensor | None) -> None:
         """Keeps ``rows`` of the last forward, in this order, and forgets the others."""
@@ -73,20 +79,21 @@ class _Store:
     def _allocate(self) -> None:
         for state in range(self.num_states):
             first = self._first[state]
-            shape = (first.shape[0], first.shape[1], first.shape[3], first.dtype, first.device)
+            shape = (self.num_slots, first.shape[1], first.shape[3], first.dtype, first.device)
             self._members.setdefault(shape, []).append(state)
         for shape, members in self._members.items():
-            batch, heads, width, dtype, device = shape
-            size = (len(members), batch, heads, self.capacity, width)
+            slots, heads, width, dtype, device = shape
+            size = (len(members), slots, heads, self.capacity, width)
             # Zeros rather than empty: a masked key of NaN would still poison the attention output.
             tensor = torch.zeros(size, dtype=dtype, device=device)
             for place, state in zip(tensor.unbind(0), members, strict=True):
                 first = self._first[state]
-                place.narrow(2, 0, first.shape[2]).copy_(first)
+                place.narrow(0, *self.slots).narrow(2, 0, first.shape[2]).copy_(first)
             self.tensors[shape] = tensor
         self._first = {}
 
     def reset(self) -> None:
+        """Forgets what is committed and keeps the tensors."""
         self.length = 0
         self._first = {}
 
@@ -94,7 +101,7 @@ class _Store:
 class _Layer(CacheLayerMixin):
     """One layer as transformers sees it."""
 
-    def __init__(self, store: _Store, index: int) -> None:
+    def __init__(self, store: Store, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.store = store
         self.index = index
@@ -135,10 +142,11 @@ class KVCache(Cache):
     Args:
         num_layers: layers of the model.
         capacity: rows that fit, those of the draft tree included.
+        num_slots: texts that fit; those beyond the first are for ``BatchCache``.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self.store = _Store(num_layers, capacity)
+    def __init__(self, num_layers: int, capacity: int, num_slots: int = 1) -> None:
+        self.store = Store(num_layers, capacity, num_slots)
         super().__init__(layers=[_Layer(self.store, i) for i in range(num_layers)])
 
     @property

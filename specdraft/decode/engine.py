@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specdraft.core.errors import ConfigError, DataError
-from specdraft.core.tree import DraftTree, GrownTree, Proposal
-from specdraft.core.types import DraftContext, FeatureRequest, Features
+from specdraft.core.errors import ConfigError, DataError, DecodeError
+from specdraft.core.tree import DraftTree, GrownTree
 from specdraft.decode._sampling_config import SamplingConfig
+from specdraft.decode.batch import Batch, Waiting
+from specdraft.decode.batch_cache import BatchCache
 from specdraft.decode.cache import KVCache
-from specdraft.decode.judge import GreedyJudge, Judge, RuledJudge, Verdict
+from specdraft.decode.judge import GreedyJudge, Judge, RuledJudge
 from specdraft.decode.plan import TreePlan
 from specdraft.decode.proposers import Proposer
-from specdraft.decode.result import DecodeResult, StepOutput
+from specdraft.decode.result import BatchError, DecodeResult, StepOutput
+from specdraft.decode.row import NO_TREE, Limits, Row
 from specdraft.decode.sampling import LogitsRules
 from specdraft.decode.words import StopFinder, bad_word_ids
 from specdraft.targets.base import Target
@@ -26,14 +28,13 @@ from specdraft.targets.base import Target
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_TREE = DraftTree((), ())
 CAPACITY_STEP = 256
 """Caches are made in multiples of this many rows, so that the next, slightly longer row can use the same one."""
 MAX_PLANS = 64
 
 
 class SpeculativeDecoder:
-    """Decoding of one row at a time with a target and, unless ``proposer`` is None, a proposer.
+    """Decoding of one row or a batch of them with a target and, unless ``proposer`` is None, a proposer.
 
     Greedy text is the target's own: a drafted token is emitted only where the target chose the same. Drawn text has the
     distribution of plain sampling, and with drafts that are not drawn it is that of plain sampling with the same seed;
@@ -44,15 +45,28 @@ class SpeculativeDecoder:
         target: decoded.
         proposer: drafts; None = plain decoding.
         tokenizer: of the target, for settings that name texts (``stop``, ``bad_words``).
+        prefill_chunk: tokens of a prompt that go through the target at a time, which bounds the memory of a long one;
+            None = all.
+
+    Raises:
+        ConfigError: ``prefill_chunk`` is below 1.
     """
 
     def __init__(
-        self, target: Target, proposer: Proposer | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+        self,
+        target: Target,
+        proposer: Proposer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk: must be at least 1 or None, got {prefill_chunk}; use e.g. 512")
         self.target = target
         self.proposer = proposer
         self.tokenizer = tokenizer
+        self.prefill_chunk = prefill_chunk
         self._idle: KVCache | None = None
+        self._idle_batch: BatchCache | None = None
         self._plans: dict[tuple[DraftTree, int], TreePlan] = {}
 
     def generate(
@@ -81,7 +95,8 @@ class SpeculativeDecoder:
         """
         options = _Options(self._eos(eos_token_ids, ignore_eos), trace, sampling or SamplingConfig())
         result = DecodeResult()
-        for _ in self._run(self._prompt(input_ids), max_new_tokens, options, result):
+        prompt = self._prompt(input_ids)
+        for _ in self._steps(prompt, self._row(prompt, max_new_tokens, options, result)):
             pass
         return result
 
@@ -98,7 +113,73 @@ class SpeculativeDecoder:
         What is wrong with prompt or settings is raised at once, DecodeError by the step that finds it.
         """
         options = _Options(self._eos(eos_token_ids, ignore_eos), False, sampling or SamplingConfig())
-        return self._run(self._prompt(input_ids), max_new_tokens, options, DecodeResult())
+        prompt = self._prompt(input_ids)
+        return self._steps(prompt, self._row(prompt, max_new_tokens, options, DecodeResult()))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int | Sequence[int],
+        eos_token_ids: Collection[int] | None = None,
+        ignore_eos: bool = False,
+        trace: bool = False,
+        sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+        max_batch_size: int | None = None,
+    ) -> list[DecodeResult]:
+        """Decodes many rows together; each gets the text it has alone, whatever the others are.
+
+        Args:
+            prompts: token ids, at least one each; of any lengths.
+            max_new_tokens: of each row, one number for all or one a row.
+            eos_token_ids: tokens that end a text; None = the target's.
+            ignore_eos: no token ends a text.
+            trace: also record ``first_margins``.
+            sampling: one for all, of which row i adds i to the seed, or one a row; None = greedy.
+            max_batch_size: rows decoded at a time, the others wait for one to end; None = all.
+
+        Returns:
+            One result a prompt, in their order.
+
+        Raises:
+            DataError, ConfigError: as ``generate``, before anything is decoded.
+            BatchError: rows failed as ``generate`` fails with DecodeError; it holds the results of all rows.
+        """
+        configs = _one_a_row(sampling, len(prompts))
+        lengths = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if not len(prompts) == len(lengths) == len(configs):
+            raise ConfigError(
+                f"generate_batch: max_new_tokens and sampling need one entry a prompt, got {len(lengths)} and "
+                f"{len(configs)} for {len(prompts)} prompts"
+            )
+        eos = self._eos(eos_token_ids, ignore_eos)
+        results = [DecodeResult() for _ in prompts]
+        waiting = []
+        for i, ids in enumerate(prompts):
+            prompt = self._prompt(ids, f"prompts[{i}]")
+            row = self._row(prompt, lengths[i], _Options(eos, trace, configs[i]), results[i])
+            waiting.append(Waiting(i, prompt, row))
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ConfigError(f"max_batch_size: must be at least 1 or None, got {max_batch_size}; use e.g. 8")
+        errors = self._run_batch(waiting, min(max_batch_size or len(prompts), len(prompts))) if waiting else {}
+        if errors:
+            raise BatchError(errors, results)
+        return results
+
+    def _run_batch(self, waiting: list[Waiting], num_slots: int) -> dict[int, DecodeError]:
+        """Decodes the rows, and returns by place what failed."""
+        longest = max(new.prompt.shape[1] + new.row.limits.room for new in waiting)
+        needed = longest + (len(self.proposer.tree) if self.proposer else 0)
+        cache, self._idle_batch = self._idle_batch, None
+        if cache is None or cache.capacity < needed or cache.num_slots < num_slots:
+            capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+            cache = BatchCache(self.target.spec.num_hidden_layers, capacity, num_slots)
+        batch = Batch(self.target, cache, self.plan, num_slots, self.prefill_chunk)
+        for _ in batch.run(waiting):
+            pass
+        # Only here, so that a batch that was broken off leaves no cache behind.
+        cache.reset()
+        self._idle_batch = cache
+        return batch.errors
 
     def _eos(self, eos_token_ids: Collection[int] | None, ignore_eos: bool) -> frozenset[int]:
         """The tokens that end the text."""
@@ -106,31 +187,30 @@ class SpeculativeDecoder:
             return frozenset()
         return frozenset(self.target.spec.eos_token_ids if eos_token_ids is None else eos_token_ids)
 
-    def _prompt(self, input_ids: list[int] | Tensor) -> Tensor:
+    def _prompt(self, input_ids: list[int] | Tensor, name: str = "prompt") -> Tensor:
         """``[1, P]`` int64 on the target's device."""
         ids = torch.as_tensor(input_ids, dtype=torch.int64)
         if ids.dim() == 2 and ids.shape[0] != 1:
-            raise DataError(f"prompt: one row is decoded at a time, got {ids.shape[0]}; decode the rows one by one")
+            raise DataError(f"{name}: one row is decoded at a time, got {ids.shape[0]}; decode the rows one by one")
         if not ids.numel():
-            raise DataError("prompt: must hold at least one token, got none; start it with the BOS token")
+            raise DataError(f"{name}: must hold at least one token, got none; start it with the BOS token")
         limit = self.target.spec.max_position_embeddings
         if ids.numel() >= limit:
-            raise DataError(f"prompt: leaves no room in a context of {limit} tokens, got {ids.numel()}; shorten it")
+            raise DataError(f"{name}: leaves no room in a context of {limit} tokens, got {ids.numel()}; shorten it")
         return ids.reshape(1, -1).to(self.target.device)
 
-    def _run(
-        self, prompt: Tensor, max_new_tokens: int, options: _Options, result: DecodeResult
-    ) -> Iterator[StepOutput]:
+    def _row(self, prompt: Tensor, max_new_tokens: int, options: _Options, result: DecodeResult) -> Row:
+        """What decodes ``prompt``; raises what is wrong with the settings."""
         if max_new_tokens < 1:
             raise ConfigError(f"decode.max_new_tokens: must be at least 1, got {max_new_tokens}; use e.g. 128")
         context = self.target.spec.max_position_embeddings - prompt.shape[1]
         room, at_room = min(max_new_tokens, context), "length" if max_new_tokens <= context else "context"
         stops = StopFinder(options.sampling.stop, self.tokenizer)
-        limits = _Limits(room, at_room, options.eos, stops)
         judge = self._judge(prompt[0], options)
         result.verifier = options.sampling.resolved_verifier if self.proposer else None
         result.lossless = self.proposer is None or options.sampling.is_lossless
-        return self._steps(prompt, limits, judge, options.trace, result)
+        limits = Limits(room, at_room, options.eos, stops)
+        return Row(self.target, self.proposer, limits, judge, options.trace, result)
 
     def _judge(self, prompt: Tensor, options: _Options) -> Judge:
         """What decides the steps of a row."""
@@ -145,18 +225,45 @@ class SpeculativeDecoder:
             rules = LogitsRules(sampling, words, self.target.spec.vocab_size, options.eos, prompt)
         return RuledJudge(sampling, rules, self.target.device)
 
-    def _steps(
-        self, prompt: Tensor, limits: _Limits, judge: Judge, trace: bool, result: DecodeResult
-    ) -> Iterator[StepOutput]:
-        cache = self._take_cache(prompt.shape[1] + limits.room)
+    def _steps(self, prompt: Tensor, row: Row) -> Iterator[StepOutput]:
+        cache = self._take_cache(prompt.shape[1] + row.limits.room)
         try:
-            row = _Row(self, cache, limits, judge, trace, result)
-            yield row.prefill(prompt)
-            while not result.finish_reason:
-                yield row.step()
+            yield row.prefill(prompt, cache, self.plan(NO_TREE, cache.capacity), self.prefill_chunk)
+            while not row.result.finish_reason:
+                yield self._step(row, cache)
         finally:
             cache.reset()
             self._idle = cache
+
+    @torch.inference_mode()
+    def _step(self, row: Row, cache: KVCache) -> StepOutput:
+        """Drafts, runs the target once, and emits what it accepted and the target's own next token.
+
+        Inference mode is entered in every step and never held across a yield, where it would leak into the caller's code.
+        """
+        begin = perf_counter()
+        proposal = row.propose()
+        drafted = perf_counter()
+        length = cache.length
+        plan = self.plan(NO_TREE if proposal is None else proposal.tree, cache.capacity)
+        tokens = row.root if proposal is None else torch.cat([row.root, proposal.tokens[0]])
+        positions, (full, sliding) = plan.positions(length), plan.masks(length)
+        prepared = perf_counter()
+        features = self.target.forward_cached(tokens[None], positions, full, sliding, cache, row.request)
+        logits = self.target.logits(features.last_hidden[0])
+        ran = perf_counter()
+        verdict = row.judge(plan, tokens, logits, proposal)
+        rows = plan.path_rows[verdict.row]
+        cache.commit(rows, plan.paths[verdict.row, : len(rows)])
+        verified = perf_counter()
+        output = row.accept(plan, verdict, features, logits, length)
+        end = perf_counter()
+        times = row.result.time_ms
+        times["draft"] += 1e3 * (drafted - begin)
+        times["target"] += 1e3 * (ran - prepared)
+        times["verify"] += 1e3 * (verified - ran)
+        times["other"] += 1e3 * (prepared - drafted + end - verified)
+        return output
 
     def _take_cache(self, max_length: int) -> KVCache:
         """The idle cache if it is large enough for a row and a tree, else a new one."""
@@ -192,142 +299,9 @@ class _Options:
     sampling: SamplingConfig
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """When a row ends: after ``room`` tokens, for the reason ``at_room``, at one of ``eos``, or at a text of ``stops``."""
-
-    room: int
-    at_room: str
-    eos: frozenset[int]
-    stops: StopFinder
-
-
-class _Row:
-    """One row being decoded.
-
-    Inference mode is entered in every step and never held across a yield, where it would leak into the caller's code.
-    """
-
-    def __init__(
-        self,
-        decoder: SpeculativeDecoder,
-        cache: KVCache,
-        limits: _Limits,
-        judge: Judge,
-        trace: bool,
-        result: DecodeResult,
-    ) -> None:
-        self.decoder = decoder
-        self.target = decoder.target
-        self.proposer = decoder.proposer
-        self.request = self.proposer.features() if self.proposer else FeatureRequest()
-        self.cache = cache
-        self.limits = limits
-        self.judge = judge
-        self.trace = trace
-        self.result = result
-        self.state: Any = None
-        self.root = torch.empty(0, dtype=torch.int64)
-        self.context: DraftContext | None = None
-
-    @torch.inference_mode()
-    def prefill(self, prompt: Tensor) -> StepOutput:
-        """Runs the prompt ``[1, P]`` and emits the first token."""
-        begin = perf_counter()
-        length = prompt.shape[1]
-        if self.proposer:
-            self.state = self.proposer.begin(length + self.limits.room)
-        positions = torch.arange(length, device=prompt.device)[None]
-        features = self.target.forward_cached(prompt, positions, None, None, self.cache, self.request)
-        logits = self.target.logits(features.last_hidden[0, -1:])
-        plan = self.decoder.plan(NO_TREE, self.cache.capacity)
-        verdict = self.judge(plan, prompt[0, -1:], logits, None)
-        self.cache.commit(range(length))
-        self.root = verdict.following
-        following = torch.cat([prompt[:, 1:], self.root[None]], dim=1)
-        new_ids = [*prompt[0].tolist(), *verdict.emitted] if self.proposer else []
-        self.context = DraftContext(following, features, 0, new_ids, self.judge.sampler)
-        self._margins(logits, plan.paths[0], 1)
-        output = self._emit(verdict.emitted, 0)
-        self.result.time_ms["prefill"] += 1e3 * (perf_counter() - begin)
-        return output
-
-    @torch.inference_mode()
-    def step(self) -> StepOutput:
-        """Drafts, runs the target once, and emits what it accepted and the target's own next token."""
-        begin = perf_counter()
-        proposal = self._propose()
-        drafted = perf_counter()
-        length = self.cache.length
-        plan = self.decoder.plan(NO_TREE if proposal is None else proposal.tree, self.cache.capacity)
-        tokens = self.root if proposal is None else torch.cat([self.root, proposal.tokens[0]])
-        positions, (full, sliding) = plan.positions(length), plan.masks(length)
-        prepared = perf_counter()
-        features = self.target.forward_cached(tokens[None], positions, full, sliding, self.cache, self.request)
-        logits = self.target.logits(features.last_hidden[0])
-        ran = perf_counter()
-        verdict = self.judge(plan, tokens, logits, proposal)
-        row = verdict.row
-        rows, path = plan.path_rows[row], plan.paths[row, : len(plan.path_rows[row])]
-        self.cache.commit(rows, path)
-        verified = perf_counter()
-        self._margins(logits, path, len(rows))
-        output = self._emit(verdict.emitted, len(rows) - 1)
-        self._count(plan, row, output)
-        self._follow(verdict, features, path, length)
-        end = perf_counter()
-        times = self.result.time_ms
-        times["draft"] += 1e3 * (drafted - begin)
-        times["target"] += 1e3 * (ran - prepared)
-        times["verify"] += 1e3 * (verified - ran)
-        times["other"] += 1e3 * (prepared - drafted + end - verified)
-        return output
-
-    def _propose(self) -> Proposal | None:
-        """A draft as deep as what may still be emitted allows: the step adds one token of the target's own to it."""
-        max_depth = self.limits.room - len(self.result.tokens) - 1
-        if self.proposer is None or self.context is None or max_depth < 1:
-            return None
-        proposal = self.proposer.propose(self.state, self.context, max_depth)
-        if proposal is not None and not 1 <= proposal.tree.max_depth <= max_depth:
-            raise ValueError(
-                f"the proposer drafted {proposal.tree.max_depth} deep where 1 to {max_depth} was asked for"
-            )
-        return proposal
-
-    def _emit(self, tokens: list[int], num_accepted: int) -> StepOutput:
-        """Cuts ``tokens`` behind the first EOS or stop text, adds them to the result and notes whether the row ends."""
-        ends = self.limits.eos
-        stop = next((i for i, token in enumerate(tokens) if token in ends), None)
-        reason = "eos"
-        found = self.limits.stops.find(tokens)
-        if found is not None and (stop is None or found < stop):
-            stop, reason = found, "stop"
-        if stop is not None:
-            tokens = tokens[: stop + 1]
-            self.result.finish_reason = reason
-        self.result.tokens += tokens
-        if stop is None and len(self.result.tokens) >= self.limits.room:
-            self.result.finish_reason = self.limits.at_room
-        del self.result.first_margins[len(self.result.tokens) :]
-        return StepOutput(tokens, min(num_accepted, len(tokens)))
-
-    def _count(self, plan: TreePlan, row: int, output: StepOutput) -> None:
-        """Enters the step that accepted ``row`` into the counts."""
-        whole = len(output.tokens) == len(plan.path_rows[row])
-        tested = output.num_accepted + (1 if whole and plan.has_children[row] else 0)
-        self.result.count_step(plan.size - 1, output.num_accepted, tested)
-
-    def _follow(self, verdict: Verdict, features: Features, path: Tensor, length: int) -> None:
-        """Sets the next step's root and, for a proposer, what this step committed from position ``length`` on."""
-        self.root = verdict.following[-1:]
-        if self.proposer:
-            self.context = DraftContext(
-                verdict.following[None], features.select(path), length, verdict.emitted, self.judge.sampler
-            )
-
-    def _margins(self, logits: Tensor, path: Tensor, count: int) -> None:
-        """Records the distance between the two best logits after each of the ``count`` rows of ``path``."""
-        if self.trace:
-            best = logits.index_select(0, path[:count]).float().topk(2, dim=-1).values
-            self.result.first_margins += (best[:, 0] - best[:, 1]).tolist()
+def _one_a_row(sampling: SamplingConfig | Sequence[SamplingConfig] | None, count: int) -> list[SamplingConfig]:
+    """The settings of every row; of one for all each row gets a seed of its own."""
+    if sampling is None or isinstance(sampling, SamplingConfig):
+        config = sampling or SamplingConfig()
+        return [replace(config, seed=config.seed + i) for i in range(count)]
+    return list(sampling)

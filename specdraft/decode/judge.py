@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ FAULTS = {
 class Verdict:
     """The outcome of a step.
 
-    row: the deepest accepted row of the tree. emitted: the tokens along its path and the one behind them.
+    row: the deepest accepted row of the tree. emitted: the tokens along its path below the root and the one behind them.
     following: the same on the device, ``[n]`` int64.
     """
 
@@ -47,16 +47,22 @@ class Verdict:
     following: Tensor
 
 
-class Judge(Protocol):
-    """Decides the steps of one row; the prefill is a step without a draft."""
+class Judge(ABC):
+    """Decides the steps of one row; the prefill is a step without a draft.
 
-    @property
-    def sampler(self) -> DraftSampler | None:
-        """With what drafts are to be drawn; None = the proposer's most likely tokens."""
-        ...
+    A step has two halves, so that the rows of a batch can share the one copy to the host between them: ``weigh`` works on
+    the device, ``read`` with what arrived on the host. Calling the judge does both.
+    """
 
-    def __call__(self, plan: TreePlan, tokens: Tensor, logits: Tensor, proposal: Proposal | None) -> Verdict:
-        """The outcome of a step, read from the device in one copy.
+    sampler: DraftSampler | None = None
+    """With what drafts are to be drawn; None = the proposer's most likely tokens."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    @abstractmethod
+    def weigh(self, plan: TreePlan, tokens: Tensor, logits: Tensor, proposal: Proposal | None) -> Tensor:
+        """Decides a step without a look at the host.
 
         Args:
             plan: the tree with its root.
@@ -64,33 +70,39 @@ class Judge(Protocol):
             logits: ``[N+1, V]`` of the target after each.
             proposal: where the drafted tokens come from; None without any.
 
+        Returns:
+            ``[max_depth + 3]`` int64: a code of faults, the accepted row, and the token behind each row of its path. What
+            follows those is of no meaning.
+        """
+
+    def read(self, plan: TreePlan, decided: Tensor, held: list[int]) -> Verdict:
+        """The outcome of the step. ``held`` is ``decided``, what ``weigh`` returned, on the host.
+
         Raises:
             DecodeError: logits or draft are not finite, or every token is forbidden.
         """
-        ...
-
-
-class GreedyJudge:
-    """The target's most likely token, by its own logits."""
-
-    sampler: DraftSampler | None = None
-
-    def __init__(self) -> None:
-        self._step = 0
+        _check(held[0], self._step)
+        self._step += 1
+        row = held[1]
+        end = 2 + len(plan.path_rows[row])
+        return Verdict(row, held[2:end], decided[2:end])
 
     def __call__(self, plan: TreePlan, tokens: Tensor, logits: Tensor, proposal: Proposal | None) -> Verdict:
+        """``weigh``, one copy to the host, and ``read``."""
+        decided = self.weigh(plan, tokens, logits, proposal)
+        return self.read(plan, decided, decided.tolist())
+
+
+class GreedyJudge(Judge):
+    """The target's most likely token, by its own logits."""
+
+    def weigh(self, plan: TreePlan, tokens: Tensor, logits: Tensor, proposal: Proposal | None) -> Tensor:
         """See ``Judge``."""
         best, choices = logits.max(dim=-1)
-        fault = _fault(best, proposal)
-        row, emitted = _read(plan, tokens, choices, fault, self._step)
-        self._step += 1
-        path = plan.path_rows[row]
-        if len(path) == choices.numel():
-            return Verdict(row, emitted, choices)
-        return Verdict(row, emitted, choices.index_select(0, plan.paths[row, : len(path)]))
+        return _pack(plan, tokens, choices, _fault(best, proposal))
 
 
-class RuledJudge:
+class RuledJudge(Judge):
     """Any settings: logits shaped per node, then the most likely token or a draw, by the verifier of the settings.
 
     Args:
@@ -100,13 +112,14 @@ class RuledJudge:
     """
 
     def __init__(self, config: SamplingConfig, rules: LogitsRules | None, device: torch.device) -> None:
+        super().__init__()
         self._config = config
         self._rules = rules
         self._random = RowRandom(config.seed, device)
-        self._step = 0
-        self.sampler: DraftSampler | None = WarpedSampler(config, self._random) if config.samples_drafts else None
+        if config.samples_drafts:
+            self.sampler = WarpedSampler(config, self._random)
 
-    def __call__(self, plan: TreePlan, tokens: Tensor, logits: Tensor, proposal: Proposal | None) -> Verdict:
+    def weigh(self, plan: TreePlan, tokens: Tensor, logits: Tensor, proposal: Proposal | None) -> Tensor:
         """See ``Judge``."""
         fault = _fault(logits.amax(dim=-1), proposal)
         scores = logits.float()
@@ -114,31 +127,33 @@ class RuledJudge:
             scores = self._rules(logits, tokens, plan)
             forbidden = ~scores.amax(dim=-1).isfinite().all()
             fault = torch.where((fault == 0) & forbidden, RULES_FAULT, fault)
-        row, emitted = self._decide(plan, tokens, scores, proposal, fault)
-        self._step += 1
-        self._random.consume(len(emitted))
-        following = torch.tensor(emitted, device=tokens.device)
+        return self._decide(plan, tokens, scores, proposal, fault)
+
+    def read(self, plan: TreePlan, decided: Tensor, held: list[int]) -> Verdict:
+        """See ``Judge``."""
+        verdict = super().read(plan, decided, held)
+        self._random.consume(len(verdict.emitted))
         if self._rules is not None:
-            self._rules.extend(following)
-        return Verdict(row, emitted, following)
+            self._rules.extend(verdict.following)
+        return verdict
 
     def _decide(
         self, plan: TreePlan, tokens: Tensor, scores: Tensor, proposal: Proposal | None, fault: Tensor
-    ) -> tuple[int, list[int]]:
-        """The accepted row and what is written."""
+    ) -> Tensor:
+        """What ``weigh`` returns, from the shaped ``scores``."""
         if self._config.is_greedy:
-            return _read(plan, tokens, scores.argmax(dim=-1), fault, self._step)
+            return _pack(plan, tokens, scores.argmax(dim=-1), fault)
         probs = truncate(scores, self._config).softmax(dim=-1)
         # A faulty distribution is reported below; until then it must not reach a kernel that asserts.
         if proposal is not None and self._config.verifier == "typical":
             row = accept_typical(plan, tokens, probs, self._config.typical_epsilon, self._config.typical_delta)
-            return self._read_row(plan, tokens, row, probs.index_select(0, row[None]), fault)
+            return self._pack_row(plan, tokens, row, probs.index_select(0, row[None]), fault)
         if proposal is None or proposal.probs is None:
             uniform = self._random.ahead(plan.tree.max_depth + 1)
             choices = draw(probs, uniform[plan.ranking - 1])
-            return _read(plan, tokens, choices, fault, self._step)
+            return _pack(plan, tokens, choices, fault)
         row, odds = self._odds(plan, tokens, probs, proposal.probs)
-        return self._read_row(plan, tokens, row, odds.rest(row[None]), fault)
+        return self._pack_row(plan, tokens, row, odds.rest(row[None]), fault)
 
     def _odds(self, plan: TreePlan, tokens: Tensor, probs: Tensor, drafted: Tensor) -> tuple[Tensor, Odds]:
         """The accepted row of a draft that was drawn, and how it was decided."""
@@ -156,15 +171,12 @@ class RuledJudge:
         odds = sibling_odds(siblings, tokens, probs, drafted)
         return take_siblings(plan, siblings, odds.accept, uniform), odds
 
-    def _read_row(
-        self, plan: TreePlan, tokens: Tensor, row: Tensor, rest: Tensor, fault: Tensor
-    ) -> tuple[int, list[int]]:
-        """The row, the tokens of its path, and one drawn from the weights ``rest`` (``[1, V]``)."""
+    def _pack_row(self, plan: TreePlan, tokens: Tensor, row: Tensor, rest: Tensor, fault: Tensor) -> Tensor:
+        """What ``weigh`` returns, from the row and the weights ``rest`` (``[1, V]``) that the token behind it is drawn by."""
         bonus = draw(rest, self._random.fresh(1))
         path = tokens[plan.paths.index_select(0, row[None])[0]]
-        accepted, code, following, *held = torch.cat([row[None], fault[None], bonus, path]).tolist()
-        _check(code, self._step)
-        return accepted, [*held[1 : len(plan.path_rows[accepted])], following]
+        behind = path.roll(-1).scatter(0, plan.ranking.index_select(0, row[None]) - 1, bonus)
+        return torch.cat([fault[None], row[None], behind])
 
 
 def _fault(best: Tensor, proposal: Proposal | None) -> Tensor:
@@ -182,14 +194,9 @@ def _check(code: int, step: int) -> None:
             raise DecodeError(message.format(step=step))
 
 
-def _read(plan: TreePlan, tokens: Tensor, choices: Tensor, fault: Tensor, step: int) -> tuple[int, list[int]]:
-    """The accepted row and the tokens chosen along its path: the one copy to the host of a step."""
+def _pack(plan: TreePlan, tokens: Tensor, choices: Tensor, fault: Tensor) -> Tensor:
+    """What ``weigh`` returns, from the token chosen after each row, ``[N+1]``."""
     if plan.size == 1:
-        code, token = torch.cat([fault[None], choices]).tolist()
-        _check(code, step)
-        return 0, [token]
+        return torch.cat([fault[None], plan.paths[0], choices])
     row = accept_greedy(plan, tokens, choices)[None]
-    chosen = choices[plan.paths.index_select(0, row)[0]]
-    code, first, *emitted = torch.cat([fault[None], row, chosen]).tolist()
-    _check(code, step)
-    return first, emitted[: len(plan.path_rows[first])]
+    return torch.cat([fault[None], row, choices[plan.paths.index_select(0, row)[0]]])

@@ -16,6 +16,8 @@ class TreePlan:
     All of it comes from the parents in a few operations a level, without a look at the host, so that a tree grown on
     the device gets its plan in every step.
 
+    ancestors: ``[N+1, N+1]`` bool, True where the column is the row or one of its ancestors. depths: ``[N+1]`` int64.
+
     The masks are views: column c of a buffer ``[N+1, capacity + N+1]`` stands for a fixed distance to the first new
     row, so the mask over a prefix of any length is the buffer without its first columns. That holds for windows too,
     since what a window cuts off depends on that distance and on the node's depth alone.
@@ -47,25 +49,34 @@ class TreePlan:
         columns = torch.arange(tree.max_depth + 1, device=device)
         # Rows from the root to each row, padded with the row itself.
         self.paths = above.gather(1, (depths[:, None] - columns).clamp(min=0))
-        ancestors = torch.zeros(self.size, self.size, dtype=torch.bool, device=device).scatter_(1, above, True)
-        self._depths = depths[None]
+        self.ancestors = torch.zeros(self.size, self.size, dtype=torch.bool, device=device).scatter_(1, above, True)
+        self.depths = depths
         self._capacity = capacity
         self._window = sliding_window
-        self._full = None
-        if has_full and (self.size > 1 or sliding_window is not None):
-            self._full = torch.cat([ancestors.new_ones(self.size, capacity), ancestors], dim=1)
-        self._sliding = None
-        if sliding_window is not None:
-            distance = torch.arange(capacity, 0, -1, device=device)
-            prefix = distance[None] < sliding_window - depths[:, None]
-            near = depths[:, None] - depths[None] < sliding_window
-            self._sliding = torch.cat([prefix, ancestors & near], dim=1)
-        self.unrelated = ~ancestors
+        self._has_full = has_full
+        self.unrelated = ~self.ancestors
         # The root was emitted before: it is accepted whatever the comparison of its token says.
         self.unrelated[:, 0] = True
         self.ranking = depths + 1
         continued = torch.zeros_like(depths).index_fill_(0, self.parents[1:], 1)
         self._host = _HostCopy(torch.cat([depths[:, None], continued[:, None], self.paths], dim=1))
+
+    @cached_property
+    def _full(self) -> Tensor | None:
+        """Buffer of the masks for full layers; None where none is needed."""
+        if not self._has_full or (self.size == 1 and self._window is None):
+            return None
+        return torch.cat([self.ancestors.new_ones(self.size, self._capacity), self.ancestors], dim=1)
+
+    @cached_property
+    def _sliding(self) -> Tensor | None:
+        """Buffer of the masks for sliding layers; None where there are none."""
+        if self._window is None:
+            return None
+        distance = torch.arange(self._capacity, 0, -1, device=self.depths.device)
+        prefix = distance[None] < self._window - self.depths[:, None]
+        near = self.depths[:, None] - self.depths[None] < self._window
+        return torch.cat([prefix, self.ancestors & near], dim=1)
 
     @cached_property
     def path_rows(self) -> list[list[int]]:
@@ -79,7 +90,7 @@ class TreePlan:
 
     def positions(self, length: int) -> Tensor:
         """``[1, N+1]`` int64 positions after ``length`` committed tokens."""
-        return self._depths + length
+        return self.depths[None] + length
 
     def masks(self, length: int) -> tuple[Tensor | None, Tensor | None]:
         """Masks for the full and for the sliding layers over ``length`` committed keys and the tree.
@@ -93,6 +104,16 @@ class TreePlan:
 
     def _cut(self, buffer: Tensor | None, length: int) -> Tensor | None:
         return None if buffer is None else buffer[None, None, :, self._capacity - length :]
+
+
+def chunk_masks(
+    start: int, count: int, window: int | None, has_full: bool, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """What ``TreePlan.masks`` gives, for ``count`` tokens of a text behind ``start`` committed ones of it."""
+    queries = torch.arange(start, start + count, device=device)[:, None]
+    distance = queries - torch.arange(start + count, device=device)
+    causal = (distance >= 0)[None, None]
+    return causal if has_full else None, None if window is None else causal & (distance < window)
 
 
 class _HostCopy:

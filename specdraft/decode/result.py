@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdraft.core.errors import DecodeError
+
 PARTS = ("prefill", "target", "draft", "verify", "other")
 
 
@@ -45,7 +47,7 @@ class DecodeResult:
     time_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Milliseconds of the host: prefill, target (forward and logits), draft, verify (acceptance, the copy to the host,
     the cache), other. Time between steps of a stream is not ours and not in it. An accelerator works behind the host,
-    so there the wait for it shows in verify."""
+    so there the wait for it shows in verify. Of the steps of a batch every row has an equal part."""
     first_margins: list[float] = field(default_factory=list)
     """With ``trace``: for every token of ``tokens``, how far the target's best logit was above the second best."""
 
@@ -73,3 +75,18 @@ class DecodeResult:
             counts.extend([0] * (max(num_reached, num_accepted) - len(counts)))
             for k in range(depth):
                 counts[k] += 1
+
+
+class BatchError(DecodeError):
+    """Some rows of a batch could not be decoded to their end; the others were.
+
+    errors: by the row's place among the prompts, what it failed of. results: of all rows; those that failed hold the
+    tokens emitted until then and no ``finish_reason``.
+    """
+
+    def __init__(self, errors: dict[int, DecodeError], results: list[DecodeResult]) -> None:
+        first = min(errors)
+        others = f" ({len(errors)} of {len(results)} rows failed)" if len(errors) > 1 else ""
+        super().__init__(f"row {first} of the batch{others}: {errors[first]}")
+        self.errors = errors
+        self.results = results

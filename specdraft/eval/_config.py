@@ -29,6 +29,8 @@ class EvalConfig:
     """first = only the first user turn of a conversation; all = every turn, after the target's own earlier answers."""
     seed: int = 0
     """Of the resampling and of the choice by ``limit``."""
+    batch_size: int = 1
+    """Prompts decoded together, both ways; 1 = one by one."""
     dtype: str | None = None
     """float32, bfloat16 or float16: what the target is measured in; null = target.dtype. A head can be trained on a
     target in bfloat16 and measured in float32, where unchanged output is exact."""
@@ -44,6 +46,8 @@ class EvalConfig:
             raise ConfigError(f"eval.warmup_prompts: must not be negative, got {self.warmup_prompts}; use 1")
         if self.repeats < 1:
             raise ConfigError(f"eval.repeats: must be at least 1, got {self.repeats}; use 1")
+        if self.batch_size < 1:
+            raise ConfigError(f"eval.batch_size: must be at least 1, got {self.batch_size}; use 1")
         if self.bootstrap_samples < 100:
             raise ConfigError(
                 f"eval.bootstrap_samples: too few for an interval, got {self.bootstrap_samples}; use at least 100"

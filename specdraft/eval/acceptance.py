@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from typing import Any
 
 from rich.console import Console
@@ -152,9 +153,18 @@ def evaluate(
         "proposer": {"kind": subject.kind, "settings": subject.settings},
         "decode": _decode_settings(target, decode, config, subject.shape) | _sampling_settings(sampling, subject),
         "sets": sets,
-        "memory_bytes": memory_bytes(target, subject, session.longest),
+        "memory_bytes": memory_bytes(target, subject, session.longest * config.batch_size),
         "environment": environment(),
     }
+
+
+@dataclass
+class _Talk:
+    """A prompt, its place in its set, and the target's answers to its turns so far."""
+
+    index: int
+    prompt: Prompt
+    answers: list[str] = field(default_factory=list)
 
 
 class _Session:
@@ -172,36 +182,53 @@ class _Session:
         """Decodes the first prompts for a few tokens, untimed: allocations and kernels' first calls happen here."""
         limit = self.decoder.max_new_tokens
         self.decoder.max_new_tokens = min(limit, WARMUP_TOKENS)
-        for prompt in prompts[: self.config.warmup_prompts]:
-            ids, _ = self._render(_messages(prompt, 1))
-            if ids is not None:
-                self.decoder.decode(ids)
+        rendered = [self._render(_messages(prompt, 1))[0] for prompt in prompts[: self.config.warmup_prompts]]
+        usable = [ids for ids in rendered if ids is not None]
+        for begin in range(0, len(usable), self.config.batch_size):
+            self.decoder.decode(usable[begin : begin + self.config.batch_size])
         self.decoder.max_new_tokens = limit
 
     def measure(self, name: str, prompts: Sequence[Prompt], advance: Any) -> tuple[list[Measurement], Counter[str]]:
         """Every turn of every prompt, and how many were left out for which reason."""
         measurements: list[Measurement] = []
         skipped: Counter[str] = Counter()
-        for index, prompt in enumerate(prompts):
-            answers: list[str] = []
-            for turn in range(len(prompt.turns) if self.config.turns == "all" else 1):
-                ids, reason = self._render(_messages(prompt, turn + 1, answers))
-                if ids is None:
-                    skipped[reason] += 1
-                    break
-                pair = self.decoder.decode(ids, self.config.repeats)
-                self.longest = max(self.longest, len(ids) + len(pair.plain.result.tokens))
-                is_compared = self.decoder.sampling.is_greedy
-                divergence = None if pair.identical or not is_compared else self._divergence(prompt, turn, ids, pair)
-                measurements.append(Measurement(index, prompt.category, pair, divergence))
-                answers.append(self._text(pair.plain.result.tokens))
-            advance()
+        talks = [_Talk(index, prompt) for index, prompt in enumerate(prompts)]
+        for begin in range(0, len(talks), self.config.batch_size):
+            batch = talks[begin : begin + self.config.batch_size]
+            measurements += self._measure_batch(batch, skipped)
+            for _ in batch:
+                advance()
         if not measurements:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items()) or "no prompts"
             raise DataError(
                 f"eval.prompts: no prompt of the set can be decoded, got {name} ({reasons}); use another set"
             )
         return measurements, skipped
+
+    def _measure_batch(self, talks: list[_Talk], skipped: Counter[str]) -> list[Measurement]:
+        """Turn by turn, the talks that have one together."""
+        found: list[Measurement] = []
+        for turn in count():
+            rendered: list[tuple[_Talk, list[int]]] = []
+            for talk in talks:
+                if turn >= (len(talk.prompt.turns) if self.config.turns == "all" else 1):
+                    continue
+                ids, reason = self._render(_messages(talk.prompt, turn + 1, talk.answers))
+                if ids is None:
+                    skipped[reason] += 1
+                else:
+                    rendered.append((talk, ids))
+            if not rendered:
+                break
+            pairs = self.decoder.decode([ids for _, ids in rendered], self.config.repeats)
+            for (talk, ids), pair in zip(rendered, pairs, strict=True):
+                self.longest = max(self.longest, len(ids) + len(pair.plain.result.tokens))
+                same = pair.identical or not self.decoder.sampling.is_greedy
+                divergence = None if same else self._divergence(talk.prompt, turn, ids, pair)
+                found.append(Measurement(talk.index, talk.prompt.category, pair, divergence))
+                talk.answers.append(self._text(pair.plain.result.tokens))
+            talks = [talk for talk, _ in rendered]
+        return found
 
     def _render(self, messages: list[Message]) -> tuple[list[int] | None, str]:
         """Token ids of the prompt, or None and why it cannot be decoded."""
@@ -292,7 +319,7 @@ def _decode_settings(
         "num_draft_tokens": tree.max_depth,
         "tree": None if isinstance(tree, TreeGrowth) or tree == DraftTree.chain(len(tree)) else tree.paths(),
         "dynamic": asdict(tree) if isinstance(tree, TreeGrowth) else None,
-        "batch_size": 1,
+        "batch_size": config.batch_size,
         "dtype": str(target.dtype).removeprefix("torch."),
         "head_dtype": decode.head_dtype or str(target.dtype).removeprefix("torch."),
         "device": target.device.type,

@@ -66,9 +66,11 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
         shape = f"a tree of {decode['dynamic']['total_tokens']} nodes grown at every step"
     if results["head"] is None:
         shape = "drafts"
+    batch = decode.get("batch_size", 1)
+    rows = f"batches of {batch}, " if batch > 1 else ""
     console.print(
         f"{subject_name(results)} on {results['target']['name']}: {shape} of depth {decode['num_draft_tokens']}, "
-        f"{sampling_text(decode)}, "
+        f"{sampling_text(decode)}, {rows}"
         f"{decode['dtype']} on {decode['device']}, at most {decode['max_new_tokens']} new tokens"
     )
     _show(console, "Summary", _summary(results, console))

@@ -1,7 +1,8 @@
-"""Decoding timed from outside: one prompt both ways, in turns, by the same clock."""
+"""Decoding timed from outside: a prompt or a batch of them both ways, in turns, by the same clock."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -17,7 +18,11 @@ from specdraft.targets.base import Target
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One decoded row and the wall-clock milliseconds it took, prefill included."""
+    """One decoded row and the wall-clock milliseconds it took, prefill included.
+
+    Of a batch, ``wall_ms`` is the row's part: its own prefill, an equal part of every step it was in, and an equal part of
+    the rest, so that the parts of all rows are the time of the batch.
+    """
 
     result: DecodeResult
     wall_ms: float
@@ -71,21 +76,22 @@ class PairedDecoder:
         self.ignore_eos = ignore_eos
         self._count = 0
 
-    def decode(self, input_ids: list[int], repeats: int = 1) -> Pair:
-        """Both ways, ``repeats`` times; kept is the run of median time of each.
+    def decode(self, prompts: Sequence[list[int]], repeats: int = 1) -> list[Pair]:
+        """A batch both ways, ``repeats`` times; kept is the run of median time of each.
 
         Which way goes first alternates from one call and repeat to the next: whatever drifts hits both alike.
         """
-        sampling = replace(self.sampling, seed=self.sampling.seed + self._num_prompts)
-        self._num_prompts += 1
-        plain: list[TimedRun] = []
-        speculative: list[TimedRun] = []
+        first = self.sampling.seed + self._num_prompts
+        sampling = [replace(self.sampling, seed=first + i) for i in range(len(prompts))]
+        self._num_prompts += len(prompts)
+        plain: list[list[TimedRun]] = []
+        speculative: list[list[TimedRun]] = []
         for _ in range(repeats):
             order = [(self.plain, plain), (self.speculative, speculative)]
             for decoder, runs in order if self._count % 2 == 0 else reversed(order):
-                runs.append(self._timed(decoder, input_ids, sampling))
+                runs.append(self._timed(decoder, prompts, sampling))
             self._count += 1
-        return Pair(_median(plain), _median(speculative))
+        return [Pair(*runs) for runs in zip(_median(plain), _median(speculative), strict=True)]
 
     def margin(self, input_ids: list[int], position: int) -> float:
         """How far the target's best logit was above its second after ``position`` new tokens of plain decoding."""
@@ -94,16 +100,28 @@ class PairedDecoder:
         )
         return result.first_margins[position]
 
-    def _timed(self, decoder: SpeculativeDecoder, input_ids: list[int], sampling: SamplingConfig) -> TimedRun:
+    def _timed(
+        self, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], sampling: list[SamplingConfig]
+    ) -> list[TimedRun]:
         synchronize(self.target.device)
         begin = perf_counter()
-        result = decoder.generate(input_ids, self.max_new_tokens, ignore_eos=self.ignore_eos, sampling=sampling)
+        if len(prompts) == 1:
+            results = [
+                decoder.generate(prompts[0], self.max_new_tokens, ignore_eos=self.ignore_eos, sampling=sampling[0])
+            ]
+        else:
+            results = decoder.generate_batch(
+                prompts, self.max_new_tokens, ignore_eos=self.ignore_eos, sampling=sampling
+            )
         synchronize(self.target.device)
-        return TimedRun(result, 1e3 * (perf_counter() - begin))
+        wall_ms = 1e3 * (perf_counter() - begin)
+        own = [sum(result.time_ms.values()) for result in results]
+        rest = (wall_ms - sum(own)) / len(own)
+        return [TimedRun(result, ms + rest) for result, ms in zip(results, own, strict=True)]
 
 
-def _median(runs: list[TimedRun]) -> TimedRun:
-    return sorted(runs, key=lambda run: run.wall_ms)[(len(runs) - 1) // 2]
+def _median(runs: list[list[TimedRun]]) -> list[TimedRun]:
+    return sorted(runs, key=lambda batch: sum(run.wall_ms for run in batch))[(len(runs) - 1) // 2]
 
 
 def synchronize(device: torch.device) -> None:

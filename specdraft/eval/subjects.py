@@ -12,9 +12,9 @@ from specdraft.core.tree import DraftTree, TreeGrowth
 from specdraft.decode._config import DecodeConfig
 from specdraft.decode._proposer_config import DraftModelConfig, ProposerConfig
 from specdraft.decode.draft_model import DraftModelProposer
-from specdraft.decode.engine import NO_TREE
 from specdraft.decode.methods import make_proposer
 from specdraft.decode.proposers import HeadProposer, Proposer, draft_tree
+from specdraft.decode.row import NO_TREE
 from specdraft.heads.base import DraftHead
 from specdraft.targets.hf import HFTarget
 
@@ -71,12 +71,12 @@ def _head_identity(head: DraftHead, sha256: str | None) -> dict[str, Any]:
     }
 
 
-def memory_bytes(target: HFTarget, subject: Subject, longest: int) -> dict[str, int]:
-    """Bytes of weights and of the longest row's keys and values; on CUDA also the peak of all."""
+def memory_bytes(target: HFTarget, subject: Subject, num_tokens: int) -> dict[str, int]:
+    """Bytes of weights and of the keys and values of ``num_tokens``; on CUDA also the peak of all."""
     spec = target.spec
     row = 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim * target.dtype.itemsize
     drafts = 0 if subject.model is None else _num_bytes(subject.model)
-    memory = {"target": _num_bytes(target.model), "head": drafts, "kv_cache": row * longest}
+    memory = {"target": _num_bytes(target.model), "head": drafts, "kv_cache": row * num_tokens}
     if target.device.type == "cuda":
         memory["peak"] = torch.cuda.max_memory_allocated(target.device)
     return memory

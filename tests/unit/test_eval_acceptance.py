@@ -91,9 +91,9 @@ def test_every_turn_follows_the_targets_own_answers(target: HFTarget, monkeypatc
     seen: list[list[int]] = []
     original = PairedDecoder.decode
 
-    def spy(self: PairedDecoder, input_ids: list[int], repeats: int = 1) -> Any:
-        seen.append(input_ids)
-        return original(self, input_ids, repeats)
+    def spy(self: PairedDecoder, prompts: list[list[int]], repeats: int = 1) -> Any:
+        seen.extend(prompts)
+        return original(self, prompts, repeats)
 
     monkeypatch.setattr(PairedDecoder, "decode", spy)
     results = evaluate(target, OracleHead(target, 2), turns="all", warmup_prompts=0)
@@ -108,6 +108,39 @@ def test_every_turn_follows_the_targets_own_answers(target: HFTarget, monkeypatc
         {"role": "user", "content": "And then?"},
     ]
     assert seen[1] == ChatRenderer(target.tokenizer).prompt_ids(messages)
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_batches_give_the_counts_of_single_prompts(target: HFTarget, batch_size: int) -> None:
+    """Conversations of one and of two turns in one batch, the second after its own first answer."""
+    head = OracleHead(target, 2)
+    single = evaluate(target, head, turns="all")
+    found = evaluate(target, head, turns="all", batch_size=batch_size, repeats=2)
+    assert (single["decode"]["batch_size"], found["decode"]["batch_size"]) == (1, batch_size)
+    timed = (
+        "tokens_per_s",
+        "speedup",
+        "time_ms_per_step",
+        "without_prefill",
+        "prefill_ms",
+        "autoregressive_ms_per_step",
+    )
+    a, b = single["sets"]["mine"], found["sets"]["mine"]
+    assert {key: a[key] for key in a if key not in (*timed, "by_category")} == {
+        key: b[key] for key in b if key not in (*timed, "by_category")
+    }
+    assert b["num_turns"] == b["finish_reasons"]["length"] == 6
+    assert found["memory_bytes"]["kv_cache"] == batch_size * single["memory_bytes"]["kv_cache"]
+
+
+def test_the_times_of_a_batch_add_up(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("specdraft.eval.speed.perf_counter", lambda: 10.0 * next(clock))
+    decoder = PairedDecoder(target, None, 6, ignore_eos=True)
+    pairs = decoder.decode([[5], [6, 7], [8, 9, 3]])
+    assert sum(pair.plain.wall_ms for pair in pairs) == pytest.approx(10_000)
+    assert all(pair.plain.wall_ms > pair.plain.prefill_ms > 0 for pair in pairs)
+    assert all(pair.identical and len(pair.plain.result.tokens) == 6 for pair in pairs)
 
 
 def test_plain_and_speculative_take_turns(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:

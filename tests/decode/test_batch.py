@@ -1,0 +1,370 @@
+"""Rows decoded together get the text, the counts and the end they have alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from specdraft.core.errors import ConfigError, DataError, DecodeError
+from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.types import DraftContext, FeatureRequest, Features
+from specdraft.decode._proposer_config import PromptLookupConfig
+from specdraft.decode._sampling_config import SamplingConfig
+from specdraft.decode.batch_cache import BatchCache, batch_masks
+from specdraft.decode.draft_model import DraftModelProposer
+from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.decode.plan import TreePlan
+from specdraft.decode.prompt_lookup import PromptLookupProposer
+from specdraft.decode.proposers import HeadProposer, Proposer
+from specdraft.decode.result import BatchError, DecodeResult
+from specdraft.targets.first_layers import first_layers
+from specdraft.targets.hf import HFTarget
+from tests.decode.oracle import VOCAB, prompt_ids
+from tests.support import make_head
+from tests.tiny import tiny_models, tiny_target
+
+CHAIN = DraftTree.chain(4)
+TREE = DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [0, 0, 0], [1, 1, 0], [1, 1, 1]])
+PROMPTS = [prompt_ids(length, seed=length) for length in (1, 7, 60, 25, 7)]
+LENGTHS = [24, 9, 17, 30, 1]
+COUNTS = ("tokens", "num_steps", "accepted_per_depth", "reached_per_depth", "drafted_tokens", "finish_reason")
+UNTIED = {"gemma2", "gemma3"}
+"""Random tied embeddings make these repeat one token, which would hide errors."""
+
+
+@dataclass
+class Knowing:
+    """Drafts the known text of whichever row asks, right down to a depth that changes from step to step and by row.
+
+    trees: taken in turn by the row's steps; None = nothing is drafted in that step. Wrong tokens stand everywhere else.
+    """
+
+    answers: dict[tuple[int, ...], list[int]]
+    trees: list[DraftTree | None]
+    tree: DraftTree = TREE
+    accepted: set[int] = field(default_factory=set)
+
+    def features(self) -> FeatureRequest:
+        return FeatureRequest((2,))
+
+    def begin(self, max_length: int) -> dict[str, Any]:
+        return {"steps": 0}
+
+    def propose(self, state: dict[str, Any], context: DraftContext, max_depth: int) -> Proposal | None:
+        assert context.features.last_hidden.shape[:2] == context.next_tokens.shape
+        assert context.features.aux_hidden is not None
+        if "prompt" not in state:
+            state["prompt"] = context.next_tokens.shape[1]
+            state["answer"] = self.answers[tuple(context.new_ids[: state["prompt"]])]
+        root = context.start + context.next_tokens.shape[1] - state["prompt"]
+        answer = state["answer"]
+        assert int(context.next_tokens[0, -1]) == answer[root]
+        state["steps"] += 1
+        turn = state["steps"] + state["prompt"]
+        tree = self.trees[turn % len(self.trees)]
+        if tree is None:
+            return None
+        tree = tree.truncate(max_depth)
+        rank = max(tree.ranks) and turn % 2
+        right = turn % (tree.max_depth + 1)
+        tokens = []
+        for path in tree.paths():
+            known = answer[root + len(path)]
+            good = len(path) <= right and set(path) == {rank}
+            tokens.append(known if good else (known + 1 + path[-1]) % VOCAB)
+        return Proposal(torch.tensor([tokens]), tree)
+
+
+def family(kind: str) -> HFTarget:
+    return HFTarget.from_model(tiny_models[kind](**({"tie_word_embeddings": False} if kind in UNTIED else {})))
+
+
+def knowing(target: HFTarget, trees: list[DraftTree | None]) -> Knowing:
+    plain = SpeculativeDecoder(target)
+    answers = {tuple(p): plain.generate(p, 40, ignore_eos=True).tokens for p in PROMPTS}
+    return Knowing(answers, trees)
+
+
+def alone(decoder: SpeculativeDecoder, **options: Any) -> list[DecodeResult]:
+    return [decoder.generate(p, n, **options) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+def assert_same(found: list[DecodeResult], wanted: list[DecodeResult]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert {name: getattr(a, name) for name in COUNTS} == {name: getattr(b, name) for name in COUNTS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed"),
+    [(kind, False) for kind in ("llama", "mistral", "gemma2", "gemma3", "gpt_neox")]
+    + [(kind, True) for kind in ("llama", "mistral", "qwen2_sliding")],
+)
+def test_rows_are_what_they_are_alone(kind: str, packed: bool) -> None:
+    target = family(kind)
+    if packed:
+        target.pack()
+    plain = SpeculativeDecoder(target)
+    texts = alone(plain, ignore_eos=True)
+    assert len({token for text in texts for token in text.tokens}) > 5, "texts of one token prove little"
+    assert_same(plain.generate_batch(PROMPTS, LENGTHS, ignore_eos=True), texts)
+    for trees in ([TREE], [CHAIN, None, TREE, DraftTree.chain(1)]):
+        decoder = SpeculativeDecoder(target, knowing(target, list(trees)))
+        single = alone(decoder, ignore_eos=True)
+        assert [row.tokens for row in single] == [row.tokens for row in texts]
+        assert sum(row.accepted_tokens for row in single) > 10
+        for size in (None, 2) if len(trees) > 1 else (3,):
+            assert_same(decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True, max_batch_size=size), single)
+
+
+def test_every_acceptance_length_occurs_beside_others() -> None:
+    target = tiny_target("llama")
+    result = SpeculativeDecoder(target, knowing(target, [CHAIN])).generate_batch(PROMPTS[:4], 30, ignore_eos=True)
+    assert all(len(row.accepted_per_depth) == 4 for row in result)
+    assert all(row.accepted_per_depth[3] > 0 and row.accepted_per_depth[0] < row.num_steps for row in result)
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "draft_model", "prompt_lookup"])
+def test_every_kind_of_proposer(name: str) -> None:
+    target = tiny_target("llama")
+    proposer: Proposer
+    if name == "draft_model":
+        proposer = DraftModelProposer(first_layers(target, 3), VOCAB, TREE)
+    elif name == "prompt_lookup":
+        proposer = PromptLookupProposer(PromptLookupConfig(max_matches=2), target.device)
+    else:
+        proposer = HeadProposer(make_head(name, target.spec, num_draft_tokens=3).eval(), target, TREE)
+    decoder = SpeculativeDecoder(target, proposer)
+    found = decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True, max_batch_size=3)
+    assert_same(found, alone(decoder, ignore_eos=True))
+    assert sum(row.drafted_tokens for row in found) > 20
+
+
+def test_rows_end_for_reasons_of_their_own() -> None:
+    target = tiny_target("llama", max_position_embeddings=72)
+    plain = SpeculativeDecoder(target)
+    text = plain.generate(PROMPTS[1], 30, ignore_eos=True).tokens
+    wanted = [plain.generate(p, 20, [text[6]]) for p in PROMPTS]
+    assert_same(plain.generate_batch(PROMPTS, 20, [text[6]]), wanted)
+    decoder = SpeculativeDecoder(target, knowing(target, [CHAIN, None]))
+    found = decoder.generate_batch(PROMPTS, 20, [text[6]])
+    assert_same(found, [decoder.generate(p, 20, [text[6]]) for p in PROMPTS])
+    assert [row.tokens for row in found] == [row.tokens for row in wanted]
+    assert {row.finish_reason for row in found} == {"eos", "length", "context"}
+    assert plain.generate_batch([], 5) == []
+
+
+@pytest.mark.parametrize("verifier", ["auto", "point_mass"])
+def test_drawn_rows_depend_on_their_seed_alone(verifier: str) -> None:
+    target = tiny_target("llama")
+    head = make_head("medusa", target.spec, num_draft_tokens=4).eval()
+    rows = [
+        SamplingConfig(temperature=1.0, seed=3, verifier=verifier),
+        SamplingConfig(),
+        SamplingConfig(temperature=0.7, top_p=0.9, seed=4, repetition_penalty=1.3, verifier=verifier),
+        SamplingConfig(repetition_penalty=1.2),
+        SamplingConfig(temperature=1.5, seed=2**40, verifier=verifier),
+    ]
+    for proposer in (None, HeadProposer(head, target, CHAIN)):
+        decoder = SpeculativeDecoder(target, proposer)
+        wanted = [decoder.generate(p, 20, sampling=s) for p, s in zip(PROMPTS, rows, strict=True)]
+        assert_same(decoder.generate_batch(PROMPTS, 20, sampling=rows, max_batch_size=3), wanted)
+        assert_same(decoder.generate_batch(PROMPTS[1:3], 20, sampling=rows[1:3]), wanted[1:3])
+    one = SamplingConfig(temperature=1.0, seed=8)
+    plain = SpeculativeDecoder(target)
+    same = plain.generate_batch([PROMPTS[1]] * 3, 20, sampling=one)
+    assert same[1].tokens == plain.generate(PROMPTS[1], 20, sampling=SamplingConfig(temperature=1.0, seed=9)).tokens
+    assert len({tuple(row.tokens) for row in same}) == 3
+
+
+def test_margins_are_those_of_single_rows() -> None:
+    target = tiny_target("llama")
+    decoder = SpeculativeDecoder(target, knowing(target, [TREE, None]))
+    found = decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True, trace=True)
+    for row, single in zip(found, alone(decoder, ignore_eos=True, trace=True), strict=True):
+        assert row.first_margins == pytest.approx(single.first_margins, rel=1e-3, abs=1e-4)
+
+
+class Faulty:
+    """A target whose states are NaN once a given token goes through it, for that row alone."""
+
+    def __init__(self, target: HFTarget, token: int) -> None:
+        self.target = target
+        self.token = token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def forward_cached(self, input_ids: torch.Tensor, *args: Any) -> Features:
+        features = self.target.forward_cached(input_ids, *args)
+        cache = args[3]
+        bad = (input_ids == self.token).any(dim=1)
+        features.last_hidden[bad] = torch.nan
+        for tensor in cache.store.tensors.values():
+            first, count = cache.store.slots
+            tensor[:, first : first + count][:, bad] = torch.nan
+        return features
+
+
+@pytest.mark.parametrize("size", [None, 2, 1])
+def test_a_row_that_fails_is_named_and_leaves_the_others_alone(size: int | None) -> None:
+    target = tiny_target("llama")
+    texts = alone(SpeculativeDecoder(target), ignore_eos=True)
+    used = [{*p, *t.tokens[:-1]} for p, t in zip(PROMPTS, texts, strict=True)]
+    for victim in (0, 2):
+        others = set().union(*(tokens for row, tokens in enumerate(used) if row != victim))
+        token = next(token for token in (*PROMPTS[victim], *texts[victim].tokens[4:-1]) if token not in others)
+        decoder = SpeculativeDecoder(Faulty(target, token))  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(BatchError, match=rf"row {victim} of the batch: target: its logits are not") as caught:
+                decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True, max_batch_size=size)
+            assert set(caught.value.errors) == {victim}
+            results = caught.value.results
+            failed = results.pop(victim)
+            assert failed.finish_reason == ""
+            assert failed.tokens == texts[victim].tokens[: len(failed.tokens)]
+            assert_same(results, [text for row, text in enumerate(texts) if row != victim])
+        assert isinstance(caught.value, DecodeError)
+
+
+def test_memory_is_one_allocation_that_is_used_again() -> None:
+    target = tiny_target("llama")
+    decoder = SpeculativeDecoder(target, knowing(target, [TREE]))
+    decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True, max_batch_size=3)
+    cache = decoder._idle_batch
+    assert cache is not None
+    assert (cache.num_slots, cache.lengths) == (3, [])
+    places = [tensor.data_ptr() for tensor in cache.store.tensors.values()]
+    size = cache.num_bytes
+    assert size == 3 * cache.capacity * 2 * 4 * 2 * 8 * 4, "slots, columns, states, layers, heads, width, bytes"
+    for count in (2, 3):
+        decoder.generate_batch(PROMPTS * 3, 30, ignore_eos=True, max_batch_size=count)
+        assert decoder._idle_batch is cache
+        assert [tensor.data_ptr() for tensor in cache.store.tensors.values()] == places
+        assert cache.num_bytes == size
+
+
+def test_one_target_forward_and_one_copy_to_the_host_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    head = make_head("medusa", target.spec, num_draft_tokens=3).eval()
+    decoder = SpeculativeDecoder(target, HeadProposer(head, target, TREE.truncate(3)))
+    decoder.generate_batch(PROMPTS, 20, ignore_eos=True)
+    copies, shapes = [0], []
+    inner, forward = torch.Tensor.tolist, target.forward_cached
+
+    def tolist(self: torch.Tensor) -> Any:
+        copies[0] += 1
+        return inner(self)
+
+    def spy(input_ids: torch.Tensor, *args: Any) -> Features:
+        shapes.append(input_ids.shape[0])
+        return forward(input_ids, *args)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    target.forward_cached = spy  # type: ignore[method-assign]
+    found = decoder.generate_batch(PROMPTS, 20, ignore_eos=True)
+    steps = max(row.num_steps for row in found)
+    assert shapes[:6] == [1, 1, 1, 1, 1, 5]
+    assert len(shapes) == len(PROMPTS) + steps
+    # Two a prompt: its ids and its first token.
+    assert copies[0] == 2 * len(PROMPTS) + steps
+
+
+def test_a_batch_that_is_broken_off_leaves_nothing_behind() -> None:
+    target = tiny_target("llama")
+    wanted = alone(SpeculativeDecoder(target), ignore_eos=True)
+    proposer = knowing(target, [TREE])
+    decoder = SpeculativeDecoder(target, proposer)
+    inner = proposer.propose
+    calls = [0]
+
+    def interrupted(*args: Any) -> Proposal | None:
+        calls[0] += 1
+        if calls[0] == 9:
+            raise KeyboardInterrupt
+        return inner(*args)
+
+    proposer.propose = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True)
+    assert decoder._idle_batch is None
+    found = decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True)
+    assert [row.tokens for row in found] == [row.tokens for row in wanted]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+def test_prompts_in_chunks(kind: str) -> None:
+    target = family(kind)
+    whole = knowing(target, [TREE, CHAIN])
+    wanted = alone(SpeculativeDecoder(target, whole), ignore_eos=True)
+    sizes: list[int] = []
+    forward = target.forward_cached
+
+    def spy(input_ids: torch.Tensor, *args: Any) -> Features:
+        sizes.append(input_ids.shape[1])
+        return forward(input_ids, *args)
+
+    target.forward_cached = spy  # type: ignore[method-assign]
+    decoder = SpeculativeDecoder(target, whole, prefill_chunk=9)
+    assert_same(alone(decoder, ignore_eos=True), wanted)
+    assert_same(decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True), wanted)
+    assert max(sizes) == 9
+    with pytest.raises(ConfigError, match=r"prefill_chunk: must be at least 1 or None, got 0"):
+        SpeculativeDecoder(target, prefill_chunk=0)
+
+
+def test_bad_rows_are_refused_before_anything_is_decoded() -> None:
+    decoder = SpeculativeDecoder(tiny_target("llama"))
+    with pytest.raises(DataError, match=r"prompts\[1\]: must hold at least one token, got none"):
+        decoder.generate_batch([[5], []], 5)
+    with pytest.raises(DataError, match=r"prompts\[0\]: leaves no room in a context of 256 tokens, got 256"):
+        decoder.generate_batch([prompt_ids(256)], 5)
+    with pytest.raises(ConfigError, match=r"one entry a prompt, got 1 and 2 for 2 prompts"):
+        decoder.generate_batch([[5], [6]], [5])
+    with pytest.raises(ConfigError, match=r"decode.max_new_tokens: must be at least 1, got 0"):
+        decoder.generate_batch([[5], [6]], [5, 0])
+    with pytest.raises(ConfigError, match=r"max_batch_size: must be at least 1 or None, got 0"):
+        decoder.generate_batch([[5], [6]], 5, max_batch_size=0)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_masks_are_those_of_single_rows(window: int | None) -> None:
+    plan = TreePlan(TREE, 16, window, True, torch.device("cpu"))
+    lengths = torch.tensor([2, 9, 5])
+    full, sliding = batch_masks(lengths, 9, plan.depths.expand(3, -1), plan.ancestors.expand(3, -1, -1), window)
+    for masks, kind in ((full, 0), (sliding, 1)):
+        for row, length in enumerate(lengths.tolist()):
+            single = plan.masks(length)[kind]
+            if single is None:
+                assert masks is None
+                continue
+            assert masks is not None
+            assert masks[row, :, :, :length].equal(single[0, :, :, :length])
+            assert not masks[row, :, :, length:9].any()
+            assert masks[row, :, :, 9:].equal(single[0, :, :, length:])
+
+
+def test_cache_moves_what_rows_keep_to_their_own_ends() -> None:
+    cache = BatchCache(1, 16, 3)
+    keys = torch.arange(4.0)[None, None, :, None].expand(1, 2, -1, 3)
+    for row, length in enumerate((1, 4, 2)):
+        cache.open_slot()
+        cache.update(10 * row + keys[:, :, :length], -keys[:, :, :length], 0)
+        cache.commit(range(length))
+        cache.close_slot()
+    assert cache.open_rows() == 4
+    new = (100 * torch.arange(3.0)[:, None, None, None] + torch.arange(50.0, 54.0)[:, None]).expand(3, 2, 4, 3)
+    seen, _ = cache.update(new, new, 0)
+    assert seen.shape == (3, 2, 8, 3)
+    cache.commit_rows([[0, 2, 3], [0], []])
+    assert cache.lengths == [4, 5, 2]
+    assert seen[0, 1, :4, 2].tolist() == [0, 50, 52, 53]
+    assert seen[1, 1, :5, 2].tolist() == [10, 11, 12, 13, 150]
+    assert seen[2, 1, :2, 2].tolist() == [20, 21]
+    cache.remove(0)
+    assert cache.lengths == [2, 5]
+    assert seen[0, 1, :2, 2].tolist() == [20, 21]
+    cache.wipe(1)
+    assert not seen[1].any()
