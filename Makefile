@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: help setup demo test lint check integration ci
 
 help:
-	@echo 'make demo         train medusa, eagle and eagle3 heads for SmolLM2 and measure them (12 minutes on 2 cores)'
+	@echo 'make demo         train medusa, eagle and eagle3 heads for SmolLM2 and measure them (11 minutes on 2 cores)'
 	@echo 'make test         the default tests (minutes, no network)'
 	@echo 'make lint         ruff, formatting, mypy, import contracts, spelling'
 	@echo 'make check        lint and test: what a change must pass'

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from specdraft.decode._proposer_config import ProposerConfig
     from specdraft.eval.subjects import Subject
+    from specdraft.heads.base import DraftHead
     from specdraft.targets.hf import HFTarget
 
 DEFAULT_OUTPUT = "comparison.json"
@@ -45,8 +46,10 @@ def run(cfg: EvalRun) -> None:
     target = load_target(target_of_head(measured, read_head_config(folders[0])) if folders else measured)
     console = report_console()
     results: list[dict[str, Any]] = []
-    for name, subject in _subjects(cfg, target, proposers, folders):
-        console.print(f"measuring {name}", markup=False)
+    for folder in folders:
+        _load(cfg, target, folder)  # a head that does not fit is found before anything is measured
+    for name, subject, note in _subjects(cfg, target, proposers, folders):
+        console.print(f"measuring {name}{f' ({note})' if note else ''}", markup=False)
         found = evaluate(target, subject, prompt_sets, cfg.decode, cfg.eval, cfg.sampling, console)
         results.append({"name": name, **found})
     write_results({"schema": SCHEMA, "results": results}, output)
@@ -59,15 +62,25 @@ def run(cfg: EvalRun) -> None:
     console.print(f"results: {output}", markup=False)
 
 
+def _load(cfg: EvalRun, target: HFTarget, folder: Path) -> DraftHead:
+    """A head that fits the target and can draft the shape that was asked for."""
+    from specdraft.decode.proposers import check_shape, draft_tree, head_dtype
+    from specdraft.heads.storage import check_head_matches, load_head
+
+    head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
+    check_head_matches(head, target.spec)
+    check_shape(head, draft_tree(cfg.decode, head.config.num_draft_tokens))
+    return head
+
+
 def _subjects(
     cfg: EvalRun, target: HFTarget, proposers: list[ProposerConfig], folders: list[Path]
-) -> Iterator[tuple[str, Subject]]:
-    """What is measured, with a name each, heads in the shape they were tuned to; each is made when it is its turn."""
+) -> Iterator[tuple[str, Subject, str | None]]:
+    """What is measured: a name, the subject, made when it is its turn, and a note on the shape a head was tuned to."""
     from specdraft.data.sources import file_sha256
-    from specdraft.decode.proposers import head_dtype
     from specdraft.eval.subjects import head_subject, method_subject
     from specdraft.eval.tuned import machine, with_tuned_shape
-    from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config
+    from specdraft.heads.storage import WEIGHTS_NAME, read_head_config
 
     seen: dict[str, int] = {}
 
@@ -77,11 +90,13 @@ def _subjects(
 
     for config, entry in zip(proposers, cfg.proposers, strict=True):
         changed = [f"{key}={value}" for key, value in entry.items() if key != "kind"] if isinstance(entry, dict) else []
-        yield distinct(" ".join([config.kind, *changed])), method_subject(target, config)
+        yield distinct(" ".join([config.kind, *changed])), method_subject(target, config), None
     kinds = [read_head_config(folder)["kind"] for folder in folders]
     for path, folder, kind in zip(cfg.heads, folders, kinds, strict=True):
-        head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
-        check_head_matches(head, target.spec)
-        tuned = with_tuned_shape(folder, cfg.decode, machine(target.device, target.dtype, head.dtype))
+        head = _load(cfg, target, folder)
+        tuned = with_tuned_shape(
+            folder, cfg.decode, machine(target.device, target.dtype, head.dtype), cfg.sampling.verifier == "block"
+        )
+        note = f"{tuned.note}; measured is the head's own chain" if tuned.plain else tuned.note
         subject = head_subject(target, head, tuned.decode, file_sha256(folder / WEIGHTS_NAME))
-        yield distinct(kind if kinds.count(kind) == 1 else f"{kind} {path}"), subject
+        yield distinct(kind if kinds.count(kind) == 1 else f"{kind} {path}"), subject, note

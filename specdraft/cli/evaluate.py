@@ -43,7 +43,9 @@ def run(cfg: EvalRun) -> None:
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
     check_head_matches(head, target.spec)
     console = report_console()
-    tuned = with_tuned_shape(folder, cfg.decode, machine(target.device, target.dtype, head.dtype))
+    tuned = with_tuned_shape(
+        folder, cfg.decode, machine(target.device, target.dtype, head.dtype), cfg.sampling.verifier == "block"
+    )
     if tuned.note:
         own = "; measured is the head's own chain" if tuned.plain else ""
         console.print(f"{tuned.note}{own}", markup=False)

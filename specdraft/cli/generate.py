@@ -62,7 +62,9 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     target = load_target(target_of_head(cfg.target, read_head_config(folder)))
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target)).requires_grad_(False)
     check_head_matches(head, target.spec)
-    tuned = with_tuned_shape(folder, cfg.decode, machine(target.device, target.dtype, head.dtype))
+    tuned = with_tuned_shape(
+        folder, cfg.decode, machine(target.device, target.dtype, head.dtype), cfg.sampling.verifier == "block"
+    )
     if tuned.note:
         sys.stderr.write(tuned.note + "\n")
     if tuned.plain:

@@ -152,8 +152,9 @@ def _other(error: Exception, overrides: Sequence[str]) -> ConfigError:
     text = str(error).strip()
     sweep = re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text)
     if sweep:
+        written = f"proposers=[{sweep[2]}]" if sweep[1] == "proposer" else f"[{sweep[2]}]"
         return ConfigError(
-            f"{sweep[1]}: several values, got {sweep[2]}; write [{sweep[2]}] for a list, quote a text that has commas, "
+            f"{sweep[1]}: several values, got {sweep[2]}; write {written} for a list, quote a text that has commas, "
             "or add --multirun"
         )
     deleted = re.match(r"Could not delete from config\. '([^']+)' does not exist", text)

@@ -100,6 +100,9 @@ def _prepare(command: str, word: str) -> str:
     if sign == "++" and is_group:
         raise ConfigError(f"++{key}: is a choice, got {word}; write {word[2:]}")
     _check_key(command, key, value or "''")
+    if key == "proposer" and value.startswith("["):
+        advice = f"compare several with proposers={value}" if "proposers" in known else "choose one"
+        raise ConfigError(f"proposer: takes one option, got {value}; {advice}")
     if is_group and equals and value in ("", "null"):
         if key == "experiment":
             return word

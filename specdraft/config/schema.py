@@ -204,9 +204,13 @@ def check_method(run: EvalRun | GenerateRun) -> None:
             f"decode: the draft's shape and head_dtype are those of heads, got them with proposer={kind}; "
             "use the settings of proposer"
         )
-    if run.sampling.verifier in ("speculative_sampling", "block"):
+    _need_drawn_drafts(run.sampling, f"proposer={kind}")
+
+
+def _need_drawn_drafts(sampling: SamplingConfig, what: str) -> None:
+    if sampling.verifier in ("speculative_sampling", "block"):
         raise ConfigError(
-            f"sampling.verifier: needs drafts that are drawn, got {run.sampling.verifier} with proposer={kind}; use auto"
+            f"sampling.verifier: needs drafts that are drawn, got {sampling.verifier} with {what}; use auto"
         )
 
 
@@ -241,6 +245,8 @@ class EvalRun:
             check_method(self)
         elif self.head.path is None:
             raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id, or e.g. proposer=prompt_lookup")
+        if self.decode.show:
+            raise ConfigError("decode.show: has no effect where answers are not shown, got true; use generate")
         check_sampling(self.sampling, self.decode)
 
     @property
@@ -261,6 +267,7 @@ class EvalRun:
         _need_target(self.target, "heads=[FOLDER]")
         if self.decode.shapes_heads:
             raise ConfigError("decode: the draft's shape is that of heads, got no heads; set it in proposers=[{...}]")
+        _need_drawn_drafts(self.sampling, "proposers and no heads")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -314,8 +321,10 @@ class GenerateRun:
             raise ConfigError(
                 f"target.name: there is no head to take it from, got {FROM_HEAD!r}; add target.name=smollm2"
             )
-        if self.decode.show or self.decode.has_shape:
-            raise ConfigError("decode: show, tree and num_draft_tokens have no effect, got no head; add head=FOLDER")
+        if self.decode.show or self.decode.shapes_heads:
+            raise ConfigError(
+                "decode: show, head_dtype and the draft's shape have no effect, got no head; add head=FOLDER"
+            )
         if self.sampling.verifier not in ("auto", "greedy"):
             raise ConfigError(
                 f"sampling.verifier: has no effect without drafts, got {self.sampling.verifier}; add head=FOLDER"
@@ -355,8 +364,10 @@ def check_sampling(sampling: SamplingConfig, decode: DecodeConfig) -> None:
         len(path) != i for i, path in enumerate(decode.tree or [], 1)
     )
     if sampling.verifier == "block" and is_branched:
+        raise ConfigError("sampling.verifier: block takes a chain, got block for a tree; use auto")
+    if sampling.verifier == "speculative_sampling" and decode.dynamic_total_tokens is not None:
         raise ConfigError(
-            "sampling.verifier: block takes a chain, got block for a tree; use sampling.verifier=speculative_sampling"
+            "sampling.verifier: needs drafts that are drawn, which grown trees are not, got speculative_sampling; use auto"
         )
 
 

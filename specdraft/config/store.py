@@ -157,13 +157,16 @@ def to_proposer(entry: Any) -> ProposerConfig:
     """
     settings = dict(entry) if isinstance(entry, dict) else {"kind": entry}
     kind = settings.get("kind")
+    if kind is None:
+        raise ConfigError(f"proposers: an entry lacks its kind, got {entry}; add e.g. kind: suffix")
     if kind not in PROPOSERS or kind == "head":
         raise no_such_option("proposers", kind, [name for name in PROPOSERS if name != "head"])
     try:
         return cast(ProposerConfig, OmegaConf.to_object(OmegaConf.merge(_schema(PROPOSERS[kind]), settings)))
     except OmegaConfBaseException as error:
         key = str(error.full_key)
-        raise explain(error, PROPOSERS[kind], [f"{key}={settings.get(key)}"]) from error
+        found = explain(error, PROPOSERS[kind], [f"{key}={settings.get(key)}"])
+        raise ConfigError(f"proposers.{found}") from error
 
 
 def _refuse_missing(command: str, keys: set[str]) -> None:

@@ -53,16 +53,7 @@ class DecodeConfig:
             raise ConfigError(
                 f"decode.num_draft_tokens: contradicts decode.tree, got {self.num_draft_tokens}; set one to null"
             )
-        if not 1 <= len(self.tree) <= MAX_NODES:
-            raise ConfigError(f"decode.tree: needs 1 to {MAX_NODES} paths, got {len(self.tree)}; use null for a chain")
-        known = {tuple(path) for path in self.tree}
-        if len(known) != len(self.tree):
-            raise ConfigError(f"decode.tree: a path is given twice, got {self.tree}; remove one")
-        for path in self.tree:
-            if not path or min(path) < 0:
-                raise ConfigError(f"decode.tree: a path is a non-empty list of ranks from 0, got {path}; correct it")
-            if len(path) > 1 and tuple(path[:-1]) not in known:
-                raise ConfigError(f"decode.tree: the path {path} lacks its beginning, got none; add {path[:-1]}")
+        check_paths("decode.tree", self.tree)
 
     @property
     def has_shape(self) -> bool:
@@ -91,3 +82,17 @@ class DecodeConfig:
                 raise ConfigError(
                     f"decode.{name}: contradicts decode.dynamic_total_tokens, got {getattr(self, name)}; set one to null"
                 )
+
+
+def check_paths(key: str, paths: list[list[int]]) -> None:
+    """Raises ConfigError unless ``paths``, the value of ``key``, are those of a draft tree."""
+    if not 1 <= len(paths) <= MAX_NODES:
+        raise ConfigError(f"{key}: needs 1 to {MAX_NODES} paths, got {len(paths)}; use null for a chain")
+    known = {tuple(path) for path in paths}
+    if len(known) != len(paths):
+        raise ConfigError(f"{key}: a path is given twice, got {paths}; remove one")
+    for path in paths:
+        if not path or min(path) < 0:
+            raise ConfigError(f"{key}: a path is a non-empty list of ranks from 0, got {path}; correct it")
+        if len(path) > 1 and tuple(path[:-1]) not in known:
+            raise ConfigError(f"{key}: the path {path} lacks its beginning, got none; add {path[:-1]}")

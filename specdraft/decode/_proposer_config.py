@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdraft.core.errors import ConfigError
-from specdraft.decode._config import MAX_NODES
+from specdraft.decode._config import check_paths
 from specdraft.targets._config import DTYPES
 
 MAX_DRAFT_TOKENS = 64
@@ -128,10 +128,7 @@ class DraftModelConfig(ProposerConfig):
                 "proposer.tree: contradicts proposer.num_draft_tokens and proposer.min_probability, got them together; "
                 "choose one"
             )
-        if not self.tree or len(self.tree) > MAX_NODES:
-            raise ConfigError(
-                f"proposer.tree: needs 1 to {MAX_NODES} paths, got {len(self.tree)}; use null for a chain"
-            )
+        check_paths("proposer.tree", self.tree)
 
 
 PROPOSERS: dict[str, type[ProposerConfig]] = {

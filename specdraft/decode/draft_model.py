@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from specdraft.core.errors import ConfigError
+from specdraft.core.errors import ConfigError, SpecDraftError
 from specdraft.core.tree import DraftTree, Proposal
 from specdraft.core.types import DraftContext, FeatureRequest
 from specdraft.decode._proposer_config import DraftModelConfig
@@ -215,7 +216,10 @@ def _load(config: DraftModelConfig, target: HFTarget) -> HFTarget:
         device=str(target.device),
         pack_weights=target.packed is not None,
     )
-    model = load_target(settings)
+    try:
+        model = load_target(settings)
+    except SpecDraftError as error:
+        raise type(error)(re.sub(r"\btarget\.(name|revision|dtype)\b", r"proposer.\1", str(error))) from error
     return model if config.layers is None else first_layers(model, config.layers)
 
 

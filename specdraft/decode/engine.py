@@ -218,9 +218,7 @@ class SpeculativeDecoder:
         if sampling.is_plain_greedy:
             return GreedyJudge()
         if sampling.verifier == "block" and self.proposer is not None and not self.proposer.tree.is_chain:
-            raise ConfigError(
-                "sampling.verifier: block takes a chain, got block for a tree; use sampling.verifier=speculative_sampling"
-            )
+            raise ConfigError("sampling.verifier: block takes a chain, got block for a tree; use auto")
         rules = None
         if sampling.shapes_logits:
             words = bad_word_ids(sampling, self.tokenizer)

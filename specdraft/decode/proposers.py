@@ -54,7 +54,7 @@ class BatchProposer(Proposer, Protocol):
 class HeadProposer:
     """A draft head as a proposer over a fixed tree, or over a tree grown anew at every step.
 
-    On the CPU a frozen head's weights are packed for products of few rows; they must not change from then on.
+    On the CPU a frozen head's weights are packed for products of few rows; make a new proposer when they have changed.
 
     Raises:
         ConfigError: the head cannot draft this shape.
@@ -84,6 +84,8 @@ class HeadProposer:
 
     def begin(self, max_length: int) -> Any:
         """The head's own state."""
+        # Another proposer of the same head, or a measurement, may have used it with other rows meanwhile.
+        self.head.prepare_unembedding(self.target.unembedding, self._prepare)
         tree = self.shape.beams if isinstance(self.shape, TreeGrowth) else self.shape
         return self.head.init_state(max_length, tree, self.target.unembedding)
 
@@ -140,4 +142,7 @@ def check_shape(head: DraftHead, shape: DraftTree | TreeGrowth) -> None:
             f"decode.dynamic_total_tokens: {head.config.kind} heads draft fixed trees only, got {shape.total_tokens}; "
             "use decode.tree"
         )
-    head.check_depth(shape.beams if isinstance(shape, TreeGrowth) else shape)
+    if isinstance(shape, TreeGrowth):
+        head.check_depth(shape.beams, ("decode.dynamic_depth", "decode.dynamic_top_k"))
+    else:
+        head.check_depth(shape)

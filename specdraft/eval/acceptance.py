@@ -334,8 +334,9 @@ def _decode_settings(
 
 def _sampling_settings(sampling: SamplingConfig, subject: Subject) -> dict[str, Any]:
     """temperature, the rule that accepts drafts and whether it is lossless; ``sampling``: what differs from greedy."""
-    # Only heads draw their drafts; what others draft is certain.
-    verifier = "point_mass" if subject.head is None and sampling.samples_drafts else sampling.resolved_verifier
+    # Only heads draw their drafts, and only in fixed shapes; what others draft is certain.
+    is_drawn = subject.head is not None and not isinstance(subject.shape, TreeGrowth)
+    verifier = "point_mass" if sampling.samples_drafts and not is_drawn else sampling.resolved_verifier
     greedy = asdict(SamplingConfig())
     changed = {key: value for key, value in asdict(sampling).items() if value != greedy[key]}
     return {

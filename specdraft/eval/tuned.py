@@ -44,10 +44,12 @@ def machine(device: torch.device, dtype: torch.dtype, head_dtype: torch.dtype) -
     }
 
 
-def with_tuned_shape(folder: Path, decode: DecodeConfig, here: Mapping[str, Any]) -> TunedShape:
+def with_tuned_shape(
+    folder: Path, decode: DecodeConfig, here: Mapping[str, Any], needs_chain: bool = False
+) -> TunedShape:
     """``decode`` with the shape of the folder's decode.json, where the user gave none and it was tuned for ``here``.
 
-    ``here``: what ``machine`` gives.
+    ``here``: what ``machine`` gives. needs_chain: a tree is not taken, since the verifier of the run cannot use one.
 
     Raises:
         CheckpointError: decode.json is torn or not of this format.
@@ -66,6 +68,8 @@ def with_tuned_shape(folder: Path, decode: DecodeConfig, here: Mapping[str, Any]
     if shape["plain"]:
         note = f"{TUNED_NAME}: plain decoding is the fastest here (best draft {_best_draft(tuned)})"
         return TunedShape(decode, True, note)
+    if needs_chain and shape["tree"]:
+        return TunedShape(decode, False, f"{TUNED_NAME}: not used, it holds a tree and the verifier takes a chain")
     try:
         settings = {name: getattr(decode, name) for name in type(decode).__dataclass_fields__}
         chosen = DecodeConfig(**{**settings, "num_draft_tokens": shape["num_draft_tokens"], "tree": shape["tree"]})

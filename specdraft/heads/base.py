@@ -85,6 +85,7 @@ class DraftHead(nn.Module, ABC):
         self.spec = spec
         self.vocab = DraftVocab(spec.vocab_size, config.draft_vocab_size) if config.draft_vocab_size else None
         self._selected: tuple[Tensor, Unembedding] | None = None
+        self._prepared: tuple[torch.dtype, int] | None = None
 
     @abstractmethod
     def features(self) -> FeatureRequest:
@@ -144,13 +145,22 @@ class DraftHead(nn.Module, ABC):
             return self._selected[1]
         if self.vocab is None:
             return unembed
+        self._prepared = None
         self._selected = (unembed.weight, unembed.select(self.vocab.draft_token_ids()))
         return self._selected[1]
 
     def prepare_unembedding(self, unembed: Unembedding, prepare: Callable[[Unembedding], Unembedding]) -> None:
-        """Makes ``draft_unembedding`` of this ``unembed`` give what ``prepare`` makes of it: a faster one of the same map."""
+        """Makes ``draft_unembedding`` of this ``unembed`` give what ``prepare`` makes of it: a faster one of the same map.
+
+        Nothing is done where that stands already, for the head's present dtype and draft vocabulary.
+        """
+        offsets = None if self.vocab is None else self.vocab.d2t
+        present = self.dtype, 0 if offsets is None or offsets.is_inference() else offsets._version
+        if self._prepared == present and self._selected is not None and self._selected[0] is unembed.weight:
+            return
         self._selected = None
         self._selected = (unembed.weight, prepare(self.draft_unembedding(unembed)))
+        self._prepared = present
 
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """Called once before training, after the draft vocabulary is set: copy what starts from the target's weights."""
@@ -178,16 +188,21 @@ class DraftHead(nn.Module, ABC):
             return None
         return self.vocab.to_draft(torch.arange(self.spec.vocab_size, device=self.vocab.t2d.device))
 
-    def check_depth(self, tree: DraftTree) -> None:
-        """Raises ConfigError when ``tree`` is deeper than the head was trained for or ranks beyond its vocabulary."""
+    def check_depth(self, tree: DraftTree, keys: tuple[str, str] | None = None) -> None:
+        """Raises ConfigError when ``tree`` is deeper than the head was trained for or ranks beyond its vocabulary.
+
+        keys: the settings of depth and ranks that the error names; None = those of a fixed tree or chain.
+        """
+        if keys is None:
+            keys = ("decode.num_draft_tokens" if tree == DraftTree.chain(len(tree)) else "decode.tree", "decode.tree")
         if tree.max_depth > self.config.num_draft_tokens:
             raise ConfigError(
-                f"decode.tree: deeper than the head drafts ({self.config.num_draft_tokens}), got depth {tree.max_depth}; "
-                "use a shallower tree"
+                f"{keys[0]}: deeper than the head drafts ({self.config.num_draft_tokens}), got depth {tree.max_depth}; "
+                f"use at most {self.config.num_draft_tokens}"
             )
         size = self.config.draft_vocab_size or self.spec.vocab_size
         if tree.max_rank >= size:
-            raise ConfigError(f"decode.tree: rank beyond the draft vocabulary of {size}, got {tree.max_rank}; lower it")
+            raise ConfigError(f"{keys[1]}: rank beyond the draft vocabulary of {size}, got {tree.max_rank}; lower it")
 
     def to_target_probs(self, probs: Tensor) -> Tensor:
         """Probabilities ``[m, D]`` over the draft vocabulary -> ``[m, V]`` over the target's, 0 outside the former."""

@@ -48,12 +48,13 @@ def _pack_onednn(weight: Tensor) -> Product:
 def _kernels() -> dict[torch.dtype, _Kernel]:
     """The kernels that this build of torch and this processor have, by dtype.
 
-    The row limits are measured ones: in fp32 one row is bound by reading the weight however it lies, and above 16 rows
-    the plain product is as fast; in bf16 the packed product wins at every size tried (1 to 64).
+    The row limits are measured ones: in fp32 up to three rows are bound by reading the weight however it lies and the
+    plain product is a little faster, from four rows on it falls behind, above 16 it is as fast again; in bf16 the packed
+    product wins at every size tried (1 to 64).
     """
     kernels = {}
     if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
-        kernels[torch.float32] = _Kernel(_pack_mkl, min_rows=2, max_rows=16)
+        kernels[torch.float32] = _Kernel(_pack_mkl, min_rows=4, max_rows=16)
     onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         kernels[torch.bfloat16] = _Kernel(_pack_onednn, min_rows=1, max_rows=64)
@@ -76,13 +77,23 @@ def _is_right(dtype: torch.dtype, kernel: _Kernel) -> bool:
 
 
 class _PackedForward:
-    """Stands in for the ``forward`` of one linear layer: the packed product where it helps, else the plain one."""
+    """Stands in for the ``forward`` of one linear layer: the packed product where it helps, else the plain one.
+
+    A weight that was written to since it was packed is multiplied plainly.
+    """
 
     def __init__(self, linear: nn.Linear, kernel: _Kernel) -> None:
         self.linear = linear
         self.kernel = kernel
         self.dtype = linear.weight.dtype
         self.product = kernel.pack(linear.weight.detach())
+        # What is made in inference mode counts no changes.
+        self.version = None if linear.weight.is_inference() else linear.weight._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what is packed is still the weight."""
+        return self.version is None or self.linear.weight._version == self.version
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
@@ -90,6 +101,7 @@ class _PackedForward:
         if (
             self.kernel.min_rows <= rows <= self.kernel.max_rows
             and x.dtype is self.dtype
+            and (self.version is None or weight._version == self.version)
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         ):
@@ -128,16 +140,16 @@ class PackedLinears:
     def remove(self) -> None:
         """Back to the plain layers; the packed copies are freed."""
         for linear in self._linears:
-            del linear.__dict__["forward"]
+            linear.__dict__.pop("forward", None)
         self._linears = []
 
 
 def pack_linears(model: nn.Module, extra: Iterable[nn.Linear] = (), without: Iterable[nn.Linear] = ()) -> PackedLinears:
     """Packs every plain, frozen ``nn.Linear`` of ``model`` that lies on the CPU in a dtype with a kernel.
 
-    Other modules (quantised, adapted, on a device, trainable, packed already) stay as they are. The weights must not
-    change while packed: products of few rows come from a copy. With gradients, under autocast, and for more rows than
-    the kernel is good for, a packed layer computes what it did before.
+    Other modules (quantised, adapted, on a device, trainable, packed already) stay as they are. With gradients, under
+    autocast, for more rows than the kernel is good for, and once its weight was changed in place, a packed layer computes
+    what it did before; packing it again packs the new weight. A change through ``.data`` is not seen.
 
     Args:
         model: whose layers are packed.
@@ -148,7 +160,10 @@ def pack_linears(model: nn.Module, extra: Iterable[nn.Linear] = (), without: Ite
     left_alone = set(without)
     packed = []
     for module in (*model.modules(), *extra):
-        if type(module) is not nn.Linear or "forward" in module.__dict__ or module in left_alone:
+        if type(module) is not nn.Linear or module in left_alone:
+            continue
+        forward = module.__dict__.get("forward")
+        if forward is not None and (not isinstance(forward, _PackedForward) or forward.is_current):
             continue
         weight = module.weight
         if weight.device.type == "cpu" and not weight.requires_grad and weight.dtype in kernels:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdraft.core.errors import ConfigError, DataError
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftContext, FeatureRequest
 from specdraft.decode._config import DecodeConfig
 from specdraft.decode.engine import SpeculativeDecoder
@@ -220,8 +220,14 @@ def test_bad_input_is_refused_at_once(llama: HFTarget) -> None:
 
 def test_head_proposer_checks_the_tree_and_cuts_it(llama: HFTarget) -> None:
     head = make_head("medusa", llama.spec, num_draft_tokens=2).eval()
-    with pytest.raises(ConfigError, match=r"decode.tree: deeper than the head drafts \(2\), got depth 4"):
+    with pytest.raises(ConfigError, match=r"decode.num_draft_tokens: deeper than the head drafts \(2\), got depth 4"):
         HeadProposer(head, llama, CHAIN)
+    with pytest.raises(ConfigError, match=r"decode.tree: deeper than the head drafts \(2\), got depth 3"):
+        HeadProposer(head, llama, DraftTree.from_paths([[0], [1], [0, 0], [0, 0, 0]]))
+    with pytest.raises(ConfigError, match=r"decode.dynamic_depth: deeper than the head drafts \(2\), got depth 3"):
+        HeadProposer(head, llama, TreeGrowth(3, 2, 4))
+    with pytest.raises(ConfigError, match=r"decode.dynamic_top_k: rank beyond the draft vocabulary of"):
+        HeadProposer(head, llama, TreeGrowth(2, llama.spec.vocab_size + 1, 4))
     assert HeadProposer(head, llama).tree == DraftTree.chain(2)
 
 

@@ -62,3 +62,26 @@ def test_the_setting_names_a_dtype() -> None:
     target = tiny_target("llama")
     assert head_dtype(DecodeConfig(), target) is torch.float32
     assert head_dtype(DecodeConfig(head_dtype="bfloat16"), target) is torch.bfloat16
+
+
+def test_proposers_of_one_head_share_its_rows_and_do_not_lose_them() -> None:
+    target = tiny_target("llama")
+    head = make_head(target, "medusa", 31).to(torch.bfloat16)
+    proposer = HeadProposer(head, target)
+    rows = proposer.begin(9).unembed
+    assert rows.weight.dtype is torch.bfloat16
+    assert HeadProposer(head, target).begin(9).unembed is rows
+    head.draft_unembedding(target.unembedding.to(torch.bfloat16))
+    assert proposer.begin(9).unembed.weight.dtype is torch.bfloat16
+    decoder = SpeculativeDecoder(target, proposer)
+    head.draft_unembedding(target.unembedding.to(torch.float64))
+    assert decoder.generate([1, 2, 3], 6, ignore_eos=True).tokens == (
+        SpeculativeDecoder(target).generate([1, 2, 3], 6, ignore_eos=True).tokens
+    )
+    assert head.vocab is not None
+    head.vocab.set_tokens(range(40, 71))
+    wanted = target.unembedding.weight[40:71].to(torch.bfloat16)
+    assert torch.equal(HeadProposer(head, target).begin(9).unembed.weight, wanted)
+    with torch.inference_mode():
+        loaded = make_head(target, "medusa", 31)
+        assert len(SpeculativeDecoder(target, HeadProposer(loaded, target)).generate([1, 2], 4).tokens) <= 4

@@ -148,7 +148,11 @@ TABLE = [
     ("generate prompt=hi", "target.name: there is no head to take it from, got 'from_head'; add target.name=smollm2"),
     (
         "generate prompt=hi target=smollm2 decode.show=true",
-        "decode: show, tree and num_draft_tokens have no effect, got no head",
+        "decode: show, head_dtype and the draft's shape have no effect, got no head",
+    ),
+    (
+        "generate prompt=hi target=smollm2 decode.head_dtype=bfloat16",
+        "decode: show, head_dtype and the draft's shape have no effect, got no head",
     ),
     ("generate prompt= head=x", "prompt: must not be empty, got ''; write prompt='...'"),
     (

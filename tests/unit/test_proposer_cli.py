@@ -101,6 +101,28 @@ def test_several_are_compared_in_one_table_and_one_file(capsys: pytest.CaptureFi
     assert not Path("heads/medusa/results.json").exists()
 
 
+def test_a_comparison_with_a_head_that_does_not_fit_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    other = load_target(TargetConfig(name="draft"))
+    save_head(make_head("medusa", other.spec, num_draft_tokens=2), "heads/other")
+    assert main([*EVAL, "proposers=[none]", "heads=[heads/medusa,heads/other]"]) == 2
+    assert main([*EVAL, "proposers=[none]", "heads=[heads/medusa]", "decode.num_draft_tokens=9"]) == 2
+    found = capsys.readouterr()
+    assert "measuring" not in found.out
+    first, second = found.err.splitlines()
+    assert "head: was trained for a target with num_hidden_layers 1, got 4 (target)" in first
+    assert "decode.num_draft_tokens: deeper than the head drafts (2), got depth 9" in second
+
+
+def test_a_comparison_says_which_shape_a_head_has(capsys: pytest.CaptureFixture[str]) -> None:
+    tune = ["tune", "head=heads/medusa", "target.pack_weights=false", "prompts=questions.jsonl", "tune.limit=1"]
+    assert main([*tune, "tune.max_new_tokens=8", "tune.max_nodes=2", "tune.rounds=1"]) == 0
+    capsys.readouterr()
+    assert main([*EVAL, "heads=[heads/medusa,heads/eagle3]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("measuring medusa (decode.json: ") for line in lines)
+    assert "measuring eagle3" in lines
+
+
 def test_a_comparison_takes_the_target_of_its_heads(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in EVAL if not word.startswith("target.name")]
     assert main([*words, "heads=[heads/medusa,heads/medusa/]", "output=two.json"]) == 0
@@ -125,6 +147,11 @@ def test_generate_writes_the_same_text(words: list[str], capsys: pytest.CaptureF
     [
         (["proposer=prompt_lookup", "head=heads/medusa"], "head: has no effect with proposer=prompt_lookup"),
         (["proposer=lookup"], "proposer: no such option, got lookup; did you mean prompt_lookup?"),
+        (
+            ["proposer=[suffix,prompt_lookup]"],
+            "proposer: takes one option, got [suffix,prompt_lookup]; compare several with proposers=[suffix,prompt_lookup]",
+        ),
+        (["proposer=suffix,none"], "got suffix,none; write proposers=[suffix,none] for a list"),
         (["proposer=suffix", "proposer.max_ngram=2"], "proposer.max_ngram: no such setting"),
         (
             ["proposer=suffix", "decode.num_draft_tokens=2"],
@@ -138,8 +165,20 @@ def test_generate_writes_the_same_text(words: list[str], capsys: pytest.CaptureF
         (["proposer=prompt_lookup", "target.name=from_head"], "target.name: there is no head to take it from"),
         (["proposers=[none]", "head=heads/medusa"], "heads, proposers: are in place of head and proposer"),
         (["proposers=[nothing]"], "proposers: no such option, got nothing"),
-        (["proposers=[{kind: suffix, num_nodes: many}]"], "num_nodes: must be a whole number, got many"),
-        (["proposers=[{kind: suffix, nodes: 3}]"], "nodes: no such setting"),
+        (
+            ["proposers=[{kind: suffix, num_nodes: many}]"],
+            "error: proposers.num_nodes: must be a whole number, got many",
+        ),
+        (["proposers=[{kind: suffix, nodes: 3}]"], "error: proposers.nodes: no such setting"),
+        (["proposers=[{num_nodes: 3}]"], "proposers: an entry lacks its kind, got {'num_nodes': 3}"),
+        (["proposer=draft_model", "proposer.name=./absent"], "proposer.name: no such folder, got './absent'"),
+        (["proposer=draft_model", "proposer.tree=[[0],[1,0]]"], "proposer.tree: the path [1, 0] lacks its beginning"),
+        (["proposer=draft_model", "proposer.tree=[[]]"], "proposer.tree: a path is a non-empty list of ranks"),
+        (["proposer=none", "decode.show=true"], "decode.show: has no effect where answers are not shown"),
+        (
+            ["proposers=[suffix]", "sampling.temperature=1.0", "sampling.verifier=speculative_sampling"],
+            "sampling.verifier: needs drafts that are drawn, got speculative_sampling with proposers and no heads",
+        ),
         (["proposers=[none]", "target.name=from_head"], "target.name: there is no head to take it from"),
         (["heads=[heads/medusa,heads/medusa]"], "heads: a head is empty or named twice"),
         (["proposer=none", "output=heads"], "output: is a folder"),

@@ -64,6 +64,12 @@ def test_eval_of_drawn_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not applicable (sampled)" in card
 
 
+def test_eval_of_grown_trees_names_the_rule_that_holds() -> None:
+    grown = ["decode.dynamic_total_tokens=4", "decode.dynamic_top_k=2", "eval.limit=1"]
+    assert evaluate("sampling=sample", *grown)["decode"]["verifier"] == "point_mass"  # type: ignore[index]
+    assert evaluate("sampling=sample", "eval.limit=1")["decode"]["verifier"] == "speculative_sampling"  # type: ignore[index]
+
+
 def test_eval_with_penalties_compares_greedy_texts() -> None:
     results = evaluate("sampling.repetition_penalty=1.4")
     assert results["sets"]["questions"]["identical_outputs"] == 4  # type: ignore[index]
@@ -112,6 +118,10 @@ def test_generate_draws_by_its_seed_and_stops_at_a_text(capsys: pytest.CaptureFi
         (["sampling.top_k=3"], "sampling.top_k: has no effect at temperature 0, got 3"),
         (["decode.temperature=1"], "decode.temperature: no such setting, got 1; did you mean sampling.temperature?"),
         (["sampling=sample", "sampling.verifier=block", "decode=tree"], "sampling.verifier: block takes a chain"),
+        (
+            ["sampling=sample", "sampling.verifier=speculative_sampling", "decode=dynamic"],
+            "sampling.verifier: needs drafts that are drawn, which grown trees are not",
+        ),
         (
             ["sampling.min_new_tokens=900"],
             "sampling.min_new_tokens: must not exceed decode.max_new_tokens (128), got 900",

@@ -66,6 +66,25 @@ def test_packed_kernel_runs_only_without_gradients_and_for_few_rows(monkeypatch:
     assert calls == [8]
 
 
+@pytest.mark.skipif(torch.float32 not in packing._kernels(), reason="this torch has no packed fp32 kernel")
+def test_a_weight_that_changed_is_not_multiplied_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen_linear(torch.float32)
+    x = torch.randn(4, 40)
+    pack_linears(model)
+    model.load_state_dict({name: tensor + 1.0 for name, tensor in model.state_dict().items()})
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), F.linear(x, model[0].weight, model[0].bias))
+        assert len(pack_linears(model)) == 1
+        assert len(pack_linears(model)) == 0
+        calls = count_products(model, monkeypatch)
+        torch.testing.assert_close(model(x), F.linear(x, model[0].weight, model[0].bias))
+    assert calls == [4]
+    with torch.inference_mode():
+        made = frozen_linear(torch.float32)
+        assert len(pack_linears(made)) == 1
+        torch.testing.assert_close(made(x), F.linear(x, made[0].weight, made[0].bias))
+
+
 def test_trainable_and_other_modules_are_left_alone() -> None:
     class Other(nn.Linear):
         pass

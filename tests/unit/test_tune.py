@@ -305,10 +305,15 @@ def test_a_tuned_shape_is_used_where_it_was_tuned(target: HFTarget, tmp_path: An
     found = with_tuned_shape(folder, decode, HERE)
     assert (found.decode.tree, found.decode.max_new_tokens, found.plain) == (TREE.paths(), 7, False)
     assert found.note == "decode.json: a tree of 5 nodes, tuned for this machine (1.50x plain decoding)"
+    found = with_tuned_shape(folder, decode, HERE, needs_chain=True)
+    assert (found.decode, found.note) == (
+        decode,
+        "decode.json: not used, it holds a tree and the verifier takes a chain",
+    )
     given = DecodeConfig(num_draft_tokens=2)
     assert with_tuned_shape(folder, given, HERE).decode is given
     write_tuned(folder, shape_json(DraftTree.chain(2)))
-    assert with_tuned_shape(folder, decode, HERE).decode.num_draft_tokens == 2
+    assert with_tuned_shape(folder, decode, HERE, needs_chain=True).decode.num_draft_tokens == 2
     for key, value in (("dtype", "bfloat16"), ("threads", 99), ("processor", "other")):
         other = with_tuned_shape(folder, decode, {**HERE, key: value})
         assert other.decode is decode

@@ -1,0 +1,64 @@
+"""Every recipe is whole: its script calls the command with settings that compose, and its figures say what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdraft.config.overrides import prepare_overrides
+from specdraft.config.schema import PipelineRun
+from specdraft.config.store import compose_config, to_run
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/run.sh"))
+
+
+def called_with(recipe: Path, folder: Path, **environment: str) -> list[str]:
+    """The words with which ``run.sh`` calls ``specdraft``."""
+    fake = folder / "specdraft"
+    fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    fake.chmod(0o755)
+    variables = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **environment}
+    script = [str(recipe / "run.sh"), "trainer.epochs=1"]
+    output = subprocess.run(script, env=variables, check=True, capture_output=True, text=True).stdout
+    words: list[str] = json.loads(output)
+    return words
+
+
+def settings(words: list[str]) -> PipelineRun:
+    assert words[0] == "run"
+    run = to_run("run", compose_config("run", prepare_overrides("run", words[1:])))
+    assert isinstance(run, PipelineRun)
+    return run
+
+
+def test_there_are_recipes() -> None:
+    assert {path.name for path in RECIPES} >= {"smollm2_medusa", "smollm2_eagle", "smollm2_eagle3"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_the_script_composes(recipe: Path, tmp_path: Path) -> None:
+    run = settings(called_with(recipe, tmp_path))
+    assert (run.data.sources, run.eval.prompts, run.trainer.epochs) == (["builtin"], ["mt_bench"], 1)
+    assert run.name == f"recipe_{recipe.name}"
+    own = settings(called_with(recipe, tmp_path, PROMPTS="my.jsonl", EVAL="held.jsonl"))
+    assert (own.data.sources, own.eval.prompts) == (["my.jsonl"], ["held.jsonl"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_the_figures_are_the_ones_in_the_text(recipe: Path) -> None:
+    expected = json.loads((recipe / "expected.json").read_text())
+    text = (recipe / "README.md").read_text()
+    for name, figures in expected["sets"].items():
+        assert name in text
+        low, high = figures["acceptance_length"]["ci95"]
+        assert low <= figures["acceptance_length"]["value"] <= high
+        assert f"{figures['acceptance_length']['value']:.2f} [{low:.2f}, {high:.2f}]" in text
+        low, high = figures["speedup"]["ci95"]
+        assert f"{figures['speedup']['value']:.2f}x [{low:.2f}, {high:.2f}]" in text
+        assert f"{figures['identical_outputs']}/{figures['num_prompts']}" in text
