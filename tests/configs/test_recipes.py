@@ -54,6 +54,7 @@ def test_the_script_composes(recipe: Path, tmp_path: Path) -> None:
 def test_the_figures_are_the_ones_in_the_text(recipe: Path) -> None:
     expected = json.loads((recipe / "expected.json").read_text())
     text = (recipe / "README.md").read_text()
+    assert expected["sets"]
     for name, figures in expected["sets"].items():
         assert name in text
         low, high = figures["acceptance_length"]["ci95"]

@@ -23,6 +23,7 @@ from specdraft.losses.alignment import build_draft_batch
 from specdraft.targets.hf import HFTarget
 from tests.decode.conftest import LENGTH, PROMPT
 from tests.decode.oracle import VOCAB, Oracle, greedy, prompt_ids
+from tests.decode.probes import count_reads, one_row
 from tests.support import World, make_head, world
 from tests.tiny import tiny_target
 
@@ -243,33 +244,13 @@ def test_one_copy_to_the_host_a_step(kind: str, llama: HFTarget, monkeypatch: py
     proposer = HeadProposer(head, llama, GROWTH)
     state = proposer.begin(64)
     context = DraftContext(torch.tensor([[4, 5, 6]]), llama.capture(one_row([3, 4, 5]), head.features()), 0)
-    names = ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero")
-    counts = dict.fromkeys(names, 0)
-
-    def counted(name: str) -> Any:
-        inner = getattr(torch.Tensor, name)
-
-        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return inner(self, *args, **kwargs)
-
-        return call
-
-    for name in names:
-        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    counts = count_reads(monkeypatch)
     with torch.inference_mode():
         proposal = proposer.propose(state, context, 3)
         assert proposal is not None
         TreePlan(proposal.tree, 64, None, True, CPU)
     monkeypatch.undo()
     assert not any(counts.values()), counts
-
-
-def one_row(ids: list[int]) -> TokenBatch:
-    columns = torch.arange(len(ids))[None]
-    return TokenBatch(
-        torch.tensor([ids]), columns >= 0, columns >= 0, columns, columns * 0, torch.zeros(1, dtype=torch.int64)
-    )
 
 
 def test_growth_is_cut_and_checked() -> None:

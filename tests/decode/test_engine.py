@@ -18,6 +18,7 @@ from specdraft.targets.check import token_batch
 from specdraft.targets.hf import HFTarget
 from tests.decode.conftest import LENGTH, PROMPT
 from tests.decode.oracle import Oracle, greedy, prompt_ids
+from tests.decode.probes import count_reads
 from tests.support import make_head
 from tests.tiny import tiny_target
 
@@ -159,19 +160,7 @@ def test_one_copy_to_the_host_a_step(llama: HFTarget, monkeypatch: pytest.Monkey
     decoder = SpeculativeDecoder(llama, HeadProposer(head, llama, TREE))
     # The first run makes the tables of the trees.
     steps = decoder.generate(PROMPT, LENGTH, ignore_eos=True).num_steps
-    counts = dict.fromkeys(("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero"), 0)
-
-    def counted(name: str) -> Any:
-        inner = getattr(torch.Tensor, name)
-
-        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return inner(self, *args, **kwargs)
-
-        return call
-
-    for name in counts:
-        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    counts = count_reads(monkeypatch)
     decoder.generate(PROMPT, LENGTH, ignore_eos=True)
     monkeypatch.undo()
     # The prompt, the first token, and one a step.

@@ -147,3 +147,10 @@ def test_acceptance_is_a_walk_down_the_tree() -> None:
         assert plan.path_rows[row][0] == 0
         lengths.add(len(plan.path_rows[row]))
     assert lengths >= {1, 2, 3, 4}
+
+
+def test_the_cache_answers_old_and_new_releases_alike() -> None:
+    """The first releases of transformers 5 ask for the capacity by another name and give positions, not their number."""
+    layer = KVCache(2, 16).layers[0]
+    assert layer.get_max_cache_shape() == layer.get_max_length() == 16
+    assert layer.get_mask_sizes(torch.arange(3)) == layer.get_mask_sizes(3) == (3, 0)

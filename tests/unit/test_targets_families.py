@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree
 from specdraft.core.types import FeatureRequest, TokenBatch
+from specdraft.targets import layout
 from specdraft.targets.check import token_batch, tree_masks
 from specdraft.targets.hf import HFTarget
 from tests.tiny import HIDDEN_SIZE, NUM_LAYERS, SLIDING_WINDOW, VOCAB_SIZE, tiny_models, tiny_target
@@ -178,3 +179,12 @@ def test_geometry_that_differs_between_families() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     rope = tiny_target("llama", rope_parameters=yarn).spec.rope_parameters
     assert {key: rope[key] for key in yarn} == yarn
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama"])
+def test_a_decoder_that_scales_embeddings_itself(kind: str) -> None:
+    """Gemma in the first releases of transformers 5: a plain embedding module, scaled by the decoder."""
+    config = tiny_target(kind).model.config
+    scale = layout._embedding_scale(config, torch.nn.Embedding(3, config.hidden_size))
+    assert scale == (config.hidden_size**0.5 if kind == "gemma2" else 1.0)
+    assert layout._embedding_scale(config, tiny_target(kind).layout.embedding) == 1.0
