@@ -30,14 +30,17 @@ from specdraft.heads.base import DraftHead, TokenPicker
 class UnrolledHead(DraftHead):
     """The recurrence of EAGLE: hidden h and the next token's embedding e give the next hidden and a prediction.
 
-    A kind supplies ``seed`` (the target's features -> first hidden), ``mix`` (h, e -> layer input and residual) and
-    ``readout`` (layer output -> what is unembedded). At unroll step s the row of anchor t has position t + s, sees the
-    step-0 keys of positions up to t and its own keys of steps 1..s, which is what it sees when decoding (EAGLE-3,
+    A kind supplies ``seed`` (the target's features -> first hidden), ``mix`` (h, e -> layer input and residual),
+    ``readout`` (layer output -> what is unembedded) and, if it is not the output itself, ``feedback`` (layer output ->
+    next hidden). ``detach_steps``: no gradient goes through a hidden state into the step before.
+
+    At unroll step s the row of anchor t has position t + s, sees the step-0 keys of positions up to t and its own keys of steps 1..s, which is what it sees when decoding (EAGLE-3,
     figure 6; the embeddings are the text's tokens, the hidden states its own).
     """
 
     layer: DraftLayer
     grows = True
+    detach_steps = False
 
     def __init__(self, config: DraftLayerConfig, spec: TargetSpec, unroll_steps: int) -> None:
         super().__init__(config, spec)
@@ -54,6 +57,10 @@ class UnrolledHead(DraftHead):
     @abstractmethod
     def readout(self, output: Tensor) -> Tensor:
         """Layer output ``[M, H]`` -> hidden states to unembed ``[M, H]``."""
+
+    def feedback(self, output: Tensor) -> Tensor:
+        """Layer output ``[M, H]`` -> the hidden states that the next step starts from ``[M, H]``."""
+        return output
 
     @abstractmethod
     def unembedding(self, unembed: Unembedding) -> Unembedding:
@@ -84,7 +91,8 @@ class UnrolledHead(DraftHead):
         steps = [DraftStep(self.readout(output), 2, self.unembedding(unembed))]
         for s in range(1, num_steps):
             tokens = ids[(anchors + 1 + s).clamp(max=last)]
-            x, residual = self.mix(output, self._embed(embed, tokens))
+            hidden = self.feedback(output.detach() if self.detach_steps else output)
+            x, residual = self.mix(hidden, self._embed(embed, tokens))
             query, key, value = self.layer.project(x, anchor_positions + s)
             attention.append(key, value)
             output = self.layer.finish(attention(query), residual)
@@ -113,7 +121,7 @@ class UnrolledHead(DraftHead):
         written = 0
         for depth, level in enumerate(plan.levels[1:], start=1):
             x, residual = self.mix(
-                output.index_select(0, level.query_parents),
+                self.feedback(output.index_select(0, level.query_parents)),
                 self._embed(embed, drafted[-1].index_select(0, level.query_tokens)),
             )
             size = x.shape[0]
@@ -139,7 +147,8 @@ class UnrolledHead(DraftHead):
         ancestors = own
         for depth in range(1, growth.depth):
             x, residual = self.mix(
-                output.index_select(0, tree.origin), self._embed(embed, self.to_target_ids(tree.tokens))
+                self.feedback(output.index_select(0, tree.origin)),
+                self._embed(embed, self.to_target_ids(tree.tokens)),
             )
             query, key, value = self.layer.project(x, position.expand(growth.top_k) + depth)
             filled = length + depth * growth.top_k

@@ -35,7 +35,7 @@ def propose_batch(
         size = level.query_parents.numel()
         parents = output.unflatten(0, (count, -1)).index_select(1, level.query_parents)
         tokens = drafted[-1].index_select(1, level.query_tokens)
-        x, residual = head.mix(parents.flatten(0, 1), _embed(head, embed, tokens.flatten()))
+        x, residual = head.mix(head.feedback(parents.flatten(0, 1)), _embed(head, embed, tokens.flatten()))
         projected = head.layer.project(x, (positions + depth).repeat_interleave(size))
         attended = []
         for state, plan, length, *own in zip(

@@ -21,7 +21,10 @@ class EagleConfig(DraftLayerConfig):
     """Settings of an EAGLE-1 head."""
 
     unroll_steps: int = 1
-    """Depths trained on the head's own hidden states: 1 is EAGLE-1's paper, num_draft_tokens trains what is decoded."""
+    """Depths trained on the head's own hidden states: 1 is EAGLE-1's paper, HASS aligns 3, num_draft_tokens trains
+    what is decoded."""
+    detach_steps: bool = False
+    """True: a step's loss does not reach back into the steps before it, whose states it takes as given (HASS)."""
     input_noise: float = 0.1
     """Training adds uniform noise of [-input_noise, input_noise] to the target's features (paper, section 4.2)."""
 
@@ -31,6 +34,10 @@ class EagleConfig(DraftLayerConfig):
             raise ConfigError(
                 f"head.unroll_steps: must lie in 1..head.num_draft_tokens ({self.num_draft_tokens}), "
                 f"got {self.unroll_steps}; use 1 or {self.num_draft_tokens}"
+            )
+        if self.detach_steps and self.unroll_steps == 1:
+            raise ConfigError(
+                "head.detach_steps: has no effect with head.unroll_steps=1, got true; use false or more steps"
             )
         if self.input_noise < 0:
             raise ConfigError(f"head.input_noise: must not be negative, got {self.input_noise}; use 0 for none")
@@ -46,13 +53,18 @@ class EagleHead(UnrolledHead):
     f is the target's last hidden state after its final norm; the layer has no input norm. The constant c (1 in the paper)
     is no more than a scale of W's columns, which training would take long to find. Source: Li et al. 2024
     (EAGLE), section 4.1 and figure 5; the loss is SmoothL1(f^, f) + 0.1 CE (``configs/loss/feature.yaml``).
+
+    HASS is the same head with unroll_steps 3 and detach_steps: at aligned step j the query is the prediction of step
+    j - 1, and of the keys only those of the steps before at the same anchor are the head's own. Its loss adds the
+    cross-entropy over the target's 10 likeliest tokens (``configs/loss/hass.yaml``). Source: Zhang et al. 2024 (HASS),
+    sections 3.1 and 3.2.
     """
 
     embedding_scale: Tensor
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, config.unroll_steps)
-        self.input_noise = config.input_noise
+        self.input_noise, self.detach_steps = config.input_noise, config.detach_steps
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
         self.layer = DraftLayer(spec, config, spec.hidden_size)
         self.register_buffer("embedding_scale", torch.ones(()))

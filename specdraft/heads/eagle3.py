@@ -20,7 +20,7 @@ LAYER_INITS = ("auto", "target", "random")
 @register_head("eagle3")
 @dataclass(slots=True, kw_only=True)
 class Eagle3Config(DraftLayerConfig):
-    """Settings of an EAGLE-3 head. Its unroll in training (training-time test) has num_draft_tokens steps."""
+    """Settings of an EAGLE-3 head, with the switches of EAGLE-3.1."""
 
     aux_layers: list[int] | None = None
     """Fused layers, as indices into Hugging Face hidden_states (0 = embeddings); null = 3, n/2 + 1 and n - 2 of n layers,
@@ -28,6 +28,12 @@ class Eagle3Config(DraftLayerConfig):
     norm_before_residual: bool = False
     """True: the residual is the normed hidden state (some published heads); False: the hidden state as it is."""
 
+    fc_norm: bool = False
+    """True: every fused feature is normed by itself before the projection (EAGLE-3.1)."""
+    norm_output: bool = False
+    """True: the normed output is fed back, which the lm_head reads too (EAGLE-3.1); False: the output before the norm."""
+    unroll_steps: int | None = None
+    """Depths trained on the head's own states (training-time test); null = num_draft_tokens."""
     layer_init: str = "auto"
     """What the layer starts from: target = the target's last layer, random, or auto = the target's where it is built
     like the draft layer (the log says which)."""
@@ -36,6 +42,11 @@ class Eagle3Config(DraftLayerConfig):
         DraftLayerConfig.__post_init__(self)
         if self.layer_init not in LAYER_INITS:
             raise ConfigError(f"head.layer_init: unknown, got {self.layer_init!r}; use {', '.join(LAYER_INITS)}")
+        if self.unroll_steps is not None and not 1 <= self.unroll_steps <= self.num_draft_tokens:
+            raise ConfigError(
+                f"head.unroll_steps: must lie in 1..head.num_draft_tokens ({self.num_draft_tokens}) or be null, "
+                f"got {self.unroll_steps}; use null"
+            )
         layers = self.aux_layers
         if layers is not None and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
             raise ConfigError(
@@ -68,14 +79,18 @@ class Eagle3Head(UnrolledHead):
 
     Logits are lm_head(norm(output)) over the draft vocabulary, with lm_head trained from the target's rows. No feature
     loss. Source: Li et al. 2025 (EAGLE-3), section 3 and figure 5.
+
+    With fc_norm, g_t = W [norm_1(low); norm_2(mid); norm_3(high)]; with norm_output, norm(output) is fed back. Both keep
+    the state's scale the same however deep the draft. Source: EAGLE-3.1 (the study of attention drift).
     """
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
-        super().__init__(config, spec, config.num_draft_tokens)
+        super().__init__(config, spec, config.unroll_steps or config.num_draft_tokens)
         self.layer_init = config.layer_init
-        self.norm_before_residual = config.norm_before_residual
+        self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         self.aux_layers = config.layers_of(spec)
         size = spec.hidden_size
+        self.fc_norm = nn.ModuleList(RMSNorm(size, spec.rms_norm_eps) for _ in self.aux_layers if config.fc_norm)
         self.fc = nn.Linear(len(self.aux_layers) * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(size, spec.rms_norm_eps)
@@ -113,7 +128,11 @@ class Eagle3Head(UnrolledHead):
         """The fused features."""
         if features.aux_hidden is None:
             raise ValueError("an EAGLE-3 head was given features without auxiliary layers")
-        fused: Tensor = self.fc(features.aux_hidden.flatten(0, 1).to(self.dtype))
+        parts = features.aux_hidden.flatten(0, 1).to(self.dtype)
+        if len(self.fc_norm):
+            chunks = zip(self.fc_norm, parts.chunk(len(self.fc_norm), -1), strict=True)
+            parts = torch.cat([norm(part) for norm, part in chunks], -1)
+        fused: Tensor = self.fc(parts)
         return fused
 
     def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,9 +142,13 @@ class Eagle3Head(UnrolledHead):
         return x, normed if self.norm_before_residual else hidden
 
     def readout(self, output: Tensor) -> Tensor:
-        """The normed output; the output before the norm is what the next step sees."""
+        """The normed output."""
         normed: Tensor = self.norm(output)
         return normed
+
+    def feedback(self, output: Tensor) -> Tensor:
+        """The output before the norm, or behind it."""
+        return self.readout(output) if self.norm_output else output
 
     def unembedding(self, unembed: Unembedding) -> Unembedding:
         """The head's own lm_head, finished (scaled, soft-capped) as the target's logits are."""

@@ -16,8 +16,17 @@ from tests.support import World, draft_batch, make_head, token_batch, world
 
 VARIANTS: dict[str, dict[str, dict[str, object]]] = {
     "medusa": {"shared": {}, "unshared": {"shared_lm_head": False, "num_layers": 2}},
-    "eagle": {"one": {"input_noise": 0.0}, "unrolled": {"input_noise": 0.0, "unroll_steps": 3}},
-    "eagle3": {"plain": {}, "normed": {"norm_before_residual": True, "aux_layers": [1, 3]}},
+    "eagle": {
+        "one": {"input_noise": 0.0},
+        "unrolled": {"input_noise": 0.0, "unroll_steps": 3},
+        "hass": {"input_noise": 0.0, "unroll_steps": 3, "detach_steps": True},
+    },
+    "eagle3": {
+        "plain": {},
+        "normed": {"norm_before_residual": True, "aux_layers": [1, 3]},
+        "v31": {"fc_norm": True, "norm_output": True, "aux_layers": [0, 1, 3, 4], "unroll_steps": 2},
+        "one_layer": {"aux_layers": [2]},
+    },
     "hydra_chain": {
         "plusplus": {},
         "plain": {"num_layers": 1, "prefix_attention": False, "norm_embeddings": False, "shared_lm_head": False},

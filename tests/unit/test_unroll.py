@@ -44,7 +44,7 @@ def naive_unroll(head: UnrolledHead, w: World, tokens: TokenBatch, row: int, anc
     for s in range(head.unroll_steps):
         if s:
             token = ids[anchor + 1 + s] if anchor + 1 + s < ids.numel() else ids[0]
-            x, residual = head.mix(output, w.embed(token[None]))
+            x, residual = head.mix(head.feedback(output), w.embed(token[None]))
             query, key, value = head.layer.project(x, positions[anchor : anchor + 1] + s)
             keys.append(key[0])
             values.append(value[0])
@@ -55,7 +55,12 @@ def naive_unroll(head: UnrolledHead, w: World, tokens: TokenBatch, row: int, anc
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("eagle", {"unroll_steps": 4, "input_noise": 0.0}), ("eagle3", {}), ("eagle3", {"norm_before_residual": True})],
+    [
+        ("eagle", {"unroll_steps": 4, "input_noise": 0.0}),
+        ("eagle3", {}),
+        ("eagle3", {"norm_before_residual": True}),
+        ("eagle3", {"fc_norm": True, "norm_output": True}),
+    ],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_unroll_equals_naive_loop(kind: str, settings: dict[str, object], packed: bool) -> None:
