@@ -208,12 +208,18 @@ class DraftStep:
     itself predicts offset 1. Medusa head k (from 0) has offset k + 2, EAGLE's unroll step s has s + 2. Only
     ``losses.alignment`` turns an offset into shifted ids, masks, hidden states and teacher logits.
 
-    hidden: ``[N, H']``; offset: int; unembed: to logits ``[N, D]`` over the head's draft vocabulary.
+    hidden: ``[N, H']``; offset: int; unembed: to logits ``[N, D]`` over the head's draft vocabulary. A head that drafts
+    from a sample of the anchors only, to save work in training, gives ``chosen``, ``[n]`` int64 sorted places among the N
+    anchors, and ``share``, ``[n]`` float32, for how many anchors each stands in the loss; hidden then has n rows.
+    confidence: ``[N]`` (or ``[n]``) logits of the chance that sampling accepts the drafted token, those before it accepted.
     """
 
     hidden: Tensor
     offset: int
     unembed: Unembedding
+    chosen: Tensor | None = None
+    share: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 @dataclass(frozen=True)

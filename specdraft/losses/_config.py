@@ -16,7 +16,7 @@ DISTRIBUTION_TERMS = (
     "adaptive",
     "top_k",
 )
-TERMS = ("hard_ce", *DISTRIBUTION_TERMS, "smooth_l1")
+TERMS = ("hard_ce", *DISTRIBUTION_TERMS, "smooth_l1", "confidence")
 NORMALIZATIONS = ("token", "sequence", "legacy_bt")
 
 
@@ -27,7 +27,13 @@ class LossConfig:
     terms: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
     """Weight of each term: hard_ce (labels), smooth_l1 (the target's features), and terms of the target's distribution:
     soft_ce, forward_kl, reverse_kl, jensen_shannon, total_variation, log_acceptance, adaptive (from forward_kl to
-    total_variation as draft and target come to agree), top_k (soft_ce over the target's likeliest tokens)."""
+    total_variation as draft and target come to agree), top_k (soft_ce over the target's likeliest tokens). confidence
+    trains a head's own estimate of what sampling will accept.
+
+    With a draft vocabulary the target's distribution p has mass outside it. soft_ce, forward_kl, reverse_kl,
+    jensen_shannon and top_k compare with p renormalised over the draft vocabulary: outside it the draft cannot follow.
+    total_variation, log_acceptance, adaptive's share and its total variation, and confidence measure acceptance,
+    sum min(p, q), and count the mass outside as rejected (a product with the full lm_head)."""
     step_decay: float = 0.8
     """Depth k (from 0) is weighted by step_decay ** k; Medusa's and EAGLE-3's papers use 0.8."""
     step_weights: list[float] | None = None
@@ -56,9 +62,9 @@ class LossConfig:
                 raise ConfigError(
                     f"loss.terms.{name}: the weight must be positive, got {weight}; remove the term instead"
                 )
-        if set(self.terms) == {"smooth_l1"}:
+        if not set(self.terms) - {"smooth_l1", "confidence"}:
             raise ConfigError(
-                f"loss.terms: features alone do not train or measure tokens, got {self.terms}; add soft_ce, e.g. 0.1"
+                f"loss.terms: none of them trains what is drafted, got {self.terms}; add soft_ce, e.g. 0.1"
             )
         self._check_numbers()
         if self.step_decay <= 0:
@@ -84,7 +90,7 @@ class LossConfig:
                 raise ConfigError(f"loss.{name}: has no effect without loss.terms.{term}, got {value}; use {default}")
         if self.teacher_temperature <= 0:
             raise ConfigError(f"loss.teacher_temperature: must be positive, got {self.teacher_temperature}; use 1.0")
-        if self.teacher_temperature != 1.0 and not self.distribution_terms:
+        if self.teacher_temperature != 1.0 and not self.needs_teacher:
             raise ConfigError(
                 f"loss.teacher_temperature: has no effect without a term of the target's distribution, "
                 f"got {self.teacher_temperature}; use 1.0"
@@ -94,6 +100,16 @@ class LossConfig:
     def distribution_terms(self) -> dict[str, float]:
         """The terms that compare with the target's distribution."""
         return {name: weight for name, weight in self.terms.items() if name in DISTRIBUTION_TERMS}
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a term looks at the target's distribution."""
+        return bool(self.distribution_terms) or "confidence" in self.terms
+
+    @property
+    def measures_acceptance(self) -> bool:
+        """Whether a term looks at the target's probabilities as they are, the mass outside a draft vocabulary included."""
+        return not {"total_variation", "log_acceptance", "adaptive", "confidence"}.isdisjoint(self.terms)
 
     def step_weight(self, depth: int) -> float:
         """Weight of a depth, from 0."""

@@ -12,7 +12,7 @@ from specdraft.core.types import DraftBatch, DraftStep, Features, TokenBatch
 
 @dataclass(frozen=True)
 class Aligned:
-    """What the N anchors of a step are compared with. Anchors without a partner have ``valid`` False.
+    """What the anchors of a step, all N or those it chose, are compared with. Anchors without a partner have ``valid`` False.
 
     For an anchor at position t of its row and a step of offset o:
 
@@ -58,7 +58,7 @@ def build_draft_batch(tokens: TokenBatch, features: Features) -> DraftBatch:
 
 
 def align(batch: DraftBatch, step: DraftStep) -> Aligned:
-    """The partners of every anchor at ``step.offset``.
+    """The partners at ``step.offset`` of every anchor that the step drafts from.
 
     Raises:
         ValueError: an offset below 2: the target itself predicts offset 1, so the head is wrong.
@@ -66,11 +66,12 @@ def align(batch: DraftBatch, step: DraftStep) -> Aligned:
     if step.offset < 2:
         raise ValueError(f"a draft step must have an offset of at least 2, got {step.offset}")
     length = batch.input_ids.shape[1]
-    column = batch.anchors % length + step.offset
+    anchors = batch.anchors if step.chosen is None else batch.anchors[step.chosen]
+    column = anchors % length + step.offset
     inside = column < length
-    label = torch.where(inside, batch.anchors + step.offset, batch.anchors)
+    label = torch.where(inside, anchors + step.offset, anchors)
     documents = batch.document_ids.flatten()
     valid = inside & batch.loss_mask.flatten()[label] & batch.attention_mask.flatten()[label]
-    valid = valid & (documents[label] == documents[batch.anchors])
+    valid = valid & (documents[label] == documents[anchors])
     teacher = torch.where(inside, label - 1, label)
     return Aligned(label, teacher, batch.input_ids.flatten()[label], valid)

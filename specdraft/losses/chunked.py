@@ -12,16 +12,17 @@ from torch.nn import functional as F
 
 from specdraft.core.types import DraftStep, Unembedding
 from specdraft.losses._config import LossConfig
-from specdraft.losses.divergences import Chunk, compare
+from specdraft.losses.divergences import Chunk, acceptance, compare
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Everything ``ChunkedTerms`` needs that takes no gradient. Lists run over the K steps, tensors over anchors.
+    """Everything ``ChunkedTerms`` needs that takes no gradient. Lists run over the K steps, tensors over their anchors.
 
     labels: ``[N]`` int64 draft ids, -1 outside. scales: ``[N]`` float32, 0 outside the loss. positions: ``[N]`` int64,
     flat teacher positions. teacher_hidden: ``[B*T, H]`` or None without a term of the target's distribution. teacher:
-    the target's lm_head over the draft vocabulary. config: the terms and their weights, the size of a chunk.
+    the target's lm_head over the draft vocabulary. whole: the full one, where the mass outside is asked for, else None.
+    config: the terms and their weights, the size of a chunk.
     """
 
     steps: Sequence[DraftStep]
@@ -30,6 +31,7 @@ class ChunkPlan:
     positions: list[Tensor]
     teacher_hidden: Tensor | None
     teacher: Unembedding
+    whole: Unembedding | None
     config: LossConfig
 
     @property
@@ -45,8 +47,10 @@ class ChunkPlan:
     @property
     def bends(self) -> bool:
         """Whether a gradient has to go through whole logits: a soft-cap, or more than cross-entropies."""
-        return any(u.softcap is not None for u, _ in self.groups()) or bool(
-            self.config.distribution_terms.keys() - {"soft_ce", "forward_kl"}
+        return (
+            any(u.softcap is not None for u, _ in self.groups())
+            or bool(self.config.distribution_terms.keys() - {"soft_ce", "forward_kl"})
+            or "confidence" in self.config.terms
         )
 
     @property
@@ -89,7 +93,8 @@ class ChunkedTerms(torch.autograd.Function):
     so p enters only through p W and p^T h, once for all depths that share it, and the logits are passed over three times
     (product, maximum, softmax). Both gradients are made where the logits exist anyway and only scaled in the backward
     pass. Other terms, and a soft-capped target, which bends z, need the gradient of whole logits instead (``_bent``).
-    Returns the losses ``[K]`` float64 and, per step, ``[N]`` bool: the argmax of the draft logits is the label.
+    Returns the losses ``[K]`` float64, per step ``[N]`` bool: the argmax of the draft logits is the label, and per step
+    ``[N]`` float32: what sampling accepts, where the term confidence asks for it (0 outside the loss).
     """
 
     @staticmethod
@@ -102,8 +107,8 @@ class ChunkedTerms(torch.autograd.Function):
             for positions, members in plan.chunks():
                 work.chunk(positions, members)
         ctx.grads = (*work.grad_hidden, *(g for g in work.grad_weight.values()))
-        ctx.mark_non_differentiable(*work.hits)
-        return (work.losses, *work.hits)
+        ctx.mark_non_differentiable(*work.hits, *work.accepted)
+        return (work.losses, *work.hits, *work.accepted)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -143,14 +148,17 @@ class _Work:
         self.terms = self._bent if plan.bends else self._linear
         self.weights = {id(u.weight): u.weight.detach().to(self.dtype) for u, _ in self.groups}
         self.teacher_weight = plan.teacher.weight.detach().to(self.dtype)
+        self.whole_weight = None if plan.whole is None else plan.whole.weight.detach().to(self.dtype)
         self.grad_hidden = [torch.zeros_like(h) for h in hidden]
         self.grad_weight = {id(w): torch.zeros_like(w, dtype=torch.float32) for w in plan.trained_weights}
         self.losses = torch.zeros(len(hidden), dtype=torch.float64, device=device)
         self.hits = [torch.zeros(h.shape[0], dtype=torch.bool, device=device) for h in hidden]
+        wanted = "confidence" in plan.config.terms
+        self.accepted = [torch.zeros(h.shape[0], device=device) for h in hidden if wanted]
 
     def chunk(self, positions: Tensor, members: list[tuple[Tensor, Tensor]]) -> None:
         """Adds the anchors of one chunk."""
-        plan, teacher = self.plan, self._teacher(positions)
+        plan, (teacher, inside) = self.plan, self._teacher(positions)
         for unembed, steps in self.groups:
             parts = [members[k][0] for k in steps]
             if not sum(part.numel() for part in parts):
@@ -164,30 +172,42 @@ class _Work:
                 weight=self.weights[id(unembed.weight)],
                 grad_weight=self.grad_weight.get(id(unembed.weight)),
             )
-            loss, grad, hit = self.terms(rows, teacher)
+            loss, grad, hit, accepted = self.terms(rows, teacher, inside)
             start = 0
             for k, r in zip(steps, parts, strict=True):
                 part = slice(start, start + r.numel())
                 self.losses[k] += loss[part].sum(dtype=torch.float64)
                 self.grad_hidden[k][r] = grad[part].to(self.grad_hidden[k].dtype)
                 self.hits[k][r] = hit[part]
+                if accepted is not None:
+                    self.accepted[k][r] = accepted[part]
                 start += r.numel()
 
-    def _teacher(self, positions: Tensor) -> Tensor | None:
-        """The target's distribution at positions ``[c]``, ``[c, D]``; None without a term that asks for it.
+    def _teacher(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The target's distribution at positions ``[c]``, ``[c, D]``, and its mass on the draft vocabulary, ``[c]``.
 
-        Log-probabilities in float32 where gradients go through whole logits, else probabilities.
+        The first is None without a term that asks for it, the second where it is 1 or not asked for. Log-probabilities
+        in float32 where gradients go through whole logits, else probabilities.
         """
         plan = self.plan
         if plan.teacher_hidden is None:
-            return None
-        product = _product(plan.teacher_hidden[positions].to(self.dtype), self.teacher_weight, plan.teacher)
-        logits = plan.teacher.finish(product)
-        if self.config.teacher_temperature != 1.0:
-            logits = logits / self.config.teacher_temperature
-        return logits.float().log_softmax(-1) if plan.bends else logits.softmax(-1)
+            return None, None
+        hidden = plan.teacher_hidden[positions].to(self.dtype)
+        logits = self._warm(_product(hidden, self.teacher_weight, plan.teacher), plan.teacher)
+        if not plan.bends:
+            return logits.softmax(-1), None
+        logits = logits.float()
+        if plan.whole is None or self.whole_weight is None:
+            return logits.log_softmax(-1), None
+        every = self._warm(_product(hidden, self.whole_weight, plan.whole), plan.whole).float().logsumexp(-1)
+        return logits.log_softmax(-1), (logits.logsumexp(-1) - every).exp().clamp(max=1.0)
 
-    def _linear(self, rows: _Rows, probs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _warm(self, product: Tensor, unembed: Unembedding) -> Tensor:
+        """The target's logits of a product, at the teacher's temperature."""
+        logits = unembed.finish(product)
+        return logits if self.config.teacher_temperature == 1.0 else logits / self.config.teacher_temperature
+
+    def _linear(self, rows: _Rows, probs: Tensor | None, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
         """Losses ``[n]``, gradients ``[n, H']`` and hits ``[n]`` of cross-entropies without a soft-cap."""
         plan, unembed, h32 = self.plan, rows.unembed, rows.hidden.float()
         logits = unembed.finish(_product(rows.hidden, rows.weight, unembed))
@@ -220,10 +240,15 @@ class _Work:
                 by_place = torch.zeros(probs.shape[0], h32.shape[1], device=h32.device)
                 by_place.index_add_(0, rows.place, scaled)
                 rows.grad_weight.sub_(probs.t() @ by_place.to(self.dtype), alpha=plan.soft)
-        return loss * rows.scale, grad, hits
+        return loss * rows.scale, grad, hits, None
 
-    def _bent(self, rows: _Rows, log_p: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for every term, and with a soft-cap c: z = c tanh(x / c), dz/dx = 1 - (z / c)^2; float32 logits."""
+    def _bent(
+        self, rows: _Rows, log_p: Tensor | None, inside: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same for every term, and with a soft-cap c: z = c tanh(x / c), dz/dx = 1 - (z / c)^2; float32 logits.
+
+        The last is what sampling accepts, ``[n]``, where the term confidence asks for it.
+        """
         unembed = rows.unembed
         logits = unembed.finish(_product(rows.hidden, rows.weight, unembed).float())
         hits = _is_argmax(logits, logits.amax(-1), rows.labels)
@@ -232,8 +257,11 @@ class _Work:
         index = rows.labels.clamp(min=0)[:, None]
         loss = -known * log_q.gather(1, index)[:, 0]
         grad = (log_q.exp() * known[:, None]).scatter_add_(1, index, -known[:, None])
+        accepted = None
         if log_p is not None:
-            chunk = Chunk(log_q, log_p[rows.place], self.config.top_k, self.config.adaptive_rate)
+            mass = None if inside is None else inside[rows.place]
+            chunk = Chunk(log_q, log_p[rows.place], self.config.top_k, self.config.adaptive_rate, mass)
+            accepted = acceptance(chunk) if self.accepted else None
             more, towards = compare(chunk, self.config.distribution_terms)
             loss, grad = loss + more, grad + towards
         if unembed.softcap is not None:
@@ -241,7 +269,7 @@ class _Work:
         grad = (grad * (rows.scale * unembed.scale)[:, None]).to(self.dtype)
         if rows.grad_weight is not None:
             rows.grad_weight.add_(grad.t() @ rows.hidden)
-        return loss * rows.scale, grad @ rows.weight, hits
+        return loss * rows.scale, grad @ rows.weight, hits, accepted
 
 
 def _product(hidden: Tensor, weight: Tensor, unembed: Unembedding) -> Tensor:

@@ -17,14 +17,16 @@ SMALLEST_OVERLAP = 1e-6
 class Chunk:
     """n rows of draft logits and what they are compared with, all float32.
 
-    log_q: ``[n, D]`` the draft's log-probabilities. log_p: ``[n, D]`` the target's. top_k: tokens that the top_k term
-    keeps. adaptive_rate: eta of the adaptive term.
+    log_q: ``[n, D]`` the draft's log-probabilities. log_p: ``[n, D]`` the target's over the same tokens, renormalised.
+    top_k: tokens that the top_k term keeps. adaptive_rate: eta of the adaptive term. inside: ``[n]`` the target's mass on
+    these D tokens, None = 1.
     """
 
     log_q: Tensor
     log_p: Tensor
     top_k: int
     adaptive_rate: float
+    inside: Tensor | None = None
 
 
 Term = Callable[[Chunk], tuple[Tensor, Tensor]]
@@ -65,16 +67,32 @@ def _jensen_shannon(chunk: Chunk) -> tuple[Tensor, Tensor]:
     return 0.5 * (p_part + chunk.log_q.exp() * ratio).sum(-1), 0.5 * ratio
 
 
+def _overlap(chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """The chance that sampling accepts the draft, sum min(p, q), and the gradient of its negative.
+
+    p is the target's distribution as it is: its mass outside the draft vocabulary is rejected.
+    """
+    p, q = chunk.log_p.exp(), chunk.log_q.exp()
+    if chunk.inside is not None:
+        p = p * chunk.inside[:, None]
+    return torch.minimum(p, q).sum(-1), -(q < p).float()
+
+
+def acceptance(chunk: Chunk) -> Tensor:
+    """``[n]``: sum min(p, q), the chance that sampling accepts the draft."""
+    return _overlap(chunk)[0]
+
+
 def _total_variation(chunk: Chunk) -> tuple[Tensor, Tensor]:
     """1 - sum min(p, q): the chance that sampling rejects the draft."""
-    p, q = chunk.log_p.exp(), chunk.log_q.exp()
-    return 0.5 * (p - q).abs().sum(-1), -(q < p).float()
+    overlap, gradient = _overlap(chunk)
+    return 1.0 - overlap, gradient
 
 
 def _log_acceptance(chunk: Chunk) -> tuple[Tensor, Tensor]:
     """-log sum min(p, q)."""
-    value, gradient = _total_variation(chunk)
-    overlap = (1.0 - value).clamp(min=SMALLEST_OVERLAP)
+    overlap, gradient = _overlap(chunk)
+    overlap = overlap.clamp(min=SMALLEST_OVERLAP)
     return -overlap.log(), gradient / overlap[:, None]
 
 

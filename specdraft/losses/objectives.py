@@ -44,9 +44,12 @@ class Objective:
 
         loss_sum = sum_k gamma^k sum_n w_n sum_term lambda_term term(k, n)
 
-    (or with step_weights[k] for gamma^k). hard_ce: -log q(label). soft_ce: -sum_x p(x) log q(x), p the target's
+    (or with step_weights[k] for gamma^k; where a step chose some of the anchors, w_n is multiplied by their share, which
+    leaves the expected sum as it is). hard_ce: -log q(label). soft_ce: -sum_x p(x) log q(x), p the target's
     distribution over the draft vocabulary, renormalised there (EAGLE-3; Medusa's distillation form); the other terms of
     p and q are written out in ``divergences``. smooth_l1: mean over H of SmoothL1(draft hidden, target hidden) (EAGLE-1).
+    confidence: binary cross-entropy between the head's confidence and sum_x min(p(x), q(x)), which no gradient goes
+    through (DSpark, its section on the confidence head).
     """
 
     def __init__(self, config: LossConfig) -> None:
@@ -78,21 +81,27 @@ class Objective:
         aligned = [align(batch, step) for step in steps]
         weights = self.anchor_weights(batch)
         scales = [
-            weights * (self._in_loss(a, batch, teacher) * self.config.step_weight(k)) for k, a in enumerate(aligned)
+            _chosen(step, weights) * (self._in_loss(a, batch, teacher) * self.config.step_weight(k))
+            for k, (step, a) in enumerate(zip(steps, aligned, strict=True))
         ]
         loss_sum = _connected_zero(steps)
         step_losses = torch.zeros(len(steps), dtype=torch.float64, device=batch.anchors.device)
         hits = [torch.zeros_like(a.valid) for a in aligned]
         if batch.anchors.numel():
-            values, hits = self._logit_terms(steps, batch, teacher, aligned, scales)
+            values, hits, accepted = self._logit_terms(steps, batch, teacher, aligned, scales)
             loss_sum = loss_sum + values.sum().float()
             step_losses += values.detach()
+            if accepted:
+                values = torch.stack([_confidence(*row) for row in zip(steps, accepted, scales, strict=True)])
+                values = values * self.config.terms["confidence"]
+                loss_sum = loss_sum + values.sum().float()
+                step_losses += values.detach()
         if "smooth_l1" in self.config.terms and batch.anchors.numel():
             values = torch.stack([_smooth_l1(s, a, c, batch) for s, a, c in zip(steps, aligned, scales, strict=True)])
             values = values * self.config.terms["smooth_l1"]
             loss_sum = loss_sum + values.sum().float()
             step_losses += values.detach()
-        return LossResult(loss_sum, _stats(aligned, hits, step_losses))
+        return LossResult(loss_sum, _stats(steps, aligned, hits, step_losses, batch.anchors.numel()))
 
     def _check(self, steps: Sequence[DraftStep], batch: DraftBatch) -> None:
         """Raises ConfigError where the head's steps do not fit the settings."""
@@ -103,6 +112,13 @@ class Objective:
             raise ConfigError(
                 f"loss.terms.smooth_l1: this head drafts no features of the target's width {width}, "
                 f"got {steps[0].hidden.shape[-1]}; remove the term"
+            )
+        confident = steps[0].confidence is not None
+        if confident != ("confidence" in self.config.terms):
+            raise ConfigError(
+                f"loss.terms.confidence: {'is' if confident else 'is not'} for this head, which estimates "
+                f"{'its acceptance' if confident else 'no acceptance'}, got {self.config.terms}; "
+                f"{'add' if confident else 'remove'} the term"
             )
 
     def _in_loss(self, aligned: Aligned, batch: DraftBatch, teacher: Teacher) -> Tensor:
@@ -127,11 +143,16 @@ class Objective:
         teacher: Teacher,
         aligned: list[Aligned],
         scales: list[Tensor],
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Losses ``[K]`` float64 of the terms over logits, and ``[N]`` bool per step, True where the argmax is the label."""
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The terms over logits: losses ``[K]`` float64 and, per step, what is measured on the way.
+
+        That is ``[N]`` bool, True where the argmax is the label, and ``[N]`` float32, what sampling accepts; there are
+        none of the latter where no term asks for it.
+        """
         label_map = teacher.label_map
         labels = [a.labels if label_map is None else label_map[a.labels] for a in aligned]
-        teacher_hidden = batch.features.last_hidden.flatten(0, 1) if self.config.distribution_terms else None
+        teacher_hidden = batch.features.last_hidden.flatten(0, 1) if self.config.needs_teacher else None
+        reduced = label_map is not None and self.config.measures_acceptance
         plan = ChunkPlan(
             steps=steps,
             labels=labels,
@@ -139,22 +160,39 @@ class Objective:
             positions=[a.teacher_positions for a in aligned],
             teacher_hidden=teacher_hidden,
             teacher=teacher.draft_unembed,
+            whole=teacher.unembed if reduced else None,
             config=self.config,
         )
         out = ChunkedTerms.apply(  # type: ignore[no-untyped-call]
             plan, *(step.hidden for step in steps), *plan.trained_weights
         )
-        return out[0], [hit & a.valid for hit, a in zip(out[1:], aligned, strict=True)]
+        hits, accepted = out[1 : len(steps) + 1], out[len(steps) + 1 :]
+        return out[0], [hit & a.valid for hit, a in zip(hits, aligned, strict=True)], list(accepted)
 
 
 def _connected_zero(steps: Sequence[DraftStep]) -> Tensor:
     """A 0-d zero that depends on all that the steps depend on: a rank without anchors still takes part in backward."""
     zero = sum((step.hidden.sum() * 0.0 for step in steps), torch.zeros((), device=steps[0].hidden.device))
+    zero = sum((step.confidence.sum() * 0.0 for step in steps if step.confidence is not None), zero)
     if not steps[0].hidden.shape[0]:
         zero = zero + sum(
             (step.unembed.weight.sum() * 0.0 for step in steps if step.unembed.weight.requires_grad), zero
         )
     return zero
+
+
+def _chosen(step: DraftStep, weights: Tensor) -> Tensor:
+    """Weights ``[N]`` of the batch's anchors -> those of the anchors that the step drafts from."""
+    if step.chosen is None:
+        return weights
+    return weights[step.chosen] if step.share is None else weights[step.chosen] * step.share
+
+
+def _confidence(step: DraftStep, accepted: Tensor, scale: Tensor) -> Tensor:
+    """Sum over anchors of the cross-entropy between the head's confidence and what sampling accepts; 0-d float64."""
+    assert step.confidence is not None
+    rows = torch.nn.functional.binary_cross_entropy_with_logits(step.confidence.float(), accepted, reduction="none")
+    return (rows * scale).sum(dtype=torch.float64)
 
 
 def _smooth_l1(step: DraftStep, aligned: Aligned, scale: Tensor, batch: DraftBatch) -> Tensor:
@@ -164,10 +202,16 @@ def _smooth_l1(step: DraftStep, aligned: Aligned, scale: Tensor, batch: DraftBat
     return (rows * scale).sum(dtype=torch.float64)
 
 
-def _stats(aligned: list[Aligned], hits: list[Tensor], losses: Tensor) -> StepStats:
-    """Counts per depth; prefixes by running AND over the depths."""
-    valid = torch.stack([a.valid for a in aligned])
-    hit = torch.stack(hits) & valid
+def _stats(
+    steps: Sequence[DraftStep], aligned: list[Aligned], hits: list[Tensor], losses: Tensor, count: int
+) -> StepStats:
+    """Counts per depth; prefixes by running AND over the depths. Of the ``count`` anchors those not chosen are left out."""
+
+    def spread(step: DraftStep, values: Tensor) -> Tensor:
+        return values if step.chosen is None else values.new_zeros(count).index_copy(0, step.chosen, values)
+
+    valid = torch.stack([spread(step, a.valid) for step, a in zip(steps, aligned, strict=True)])
+    hit = torch.stack([spread(step, own) for step, own in zip(steps, hits, strict=True)]) & valid
     prefix_valid = valid.cummin(0).values if valid.numel() else valid
     prefix_hit = hit.cummin(0).values if hit.numel() else hit
     counts = [t.sum(1, dtype=torch.float64) for t in (hit, valid, prefix_hit, prefix_valid)]

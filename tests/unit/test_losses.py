@@ -35,9 +35,12 @@ def steps_and_batch(trained: bool, unembed_fields: dict[str, float]) -> tuple[li
     return steps, batch, Teacher(unembed, draft, label_map)
 
 
-def eager_term(name: str, p: torch.Tensor, q: torch.Tensor, config: LossConfig) -> torch.Tensor:
-    """A term of the target's distribution p and the draft's q, ``[D]`` each, by its definition."""
-    overlap = torch.minimum(p, q).sum()
+def eager_term(name: str, p: torch.Tensor, q: torch.Tensor, config: LossConfig, inside: float = 1.0) -> torch.Tensor:
+    """A term of the target's distribution p and the draft's q, ``[D]`` each, by its definition.
+
+    p is renormalised; ``inside`` is the target's mass on these D tokens.
+    """
+    overlap = torch.minimum(p * inside, q).sum()
     if name == "soft_ce":
         return -(p * q.log()).sum()
     if name == "forward_kl":
@@ -81,9 +84,16 @@ def eager(steps: list[DraftStep], batch: DraftBatch, teacher: Teacher, config: L
             weight = 1 / rows.count(b) if config.normalize == "sequence" else 1.0
             log_q = step.unembed(step.hidden[n]).log_softmax(-1)
             p = (teacher.draft_unembed(teacher_hidden) / config.teacher_temperature).softmax(-1)
+            every = (teacher.unembed(teacher_hidden) / config.teacher_temperature).softmax(-1)
+            inside = float(every[teacher.label_map >= 0].sum())
             term = torch.zeros(())
-            for name in set(config.terms) - {"hard_ce", "smooth_l1"}:
-                term = term + config.terms[name] * eager_term(name, p, log_q.exp(), config)
+            for name in set(config.terms) - {"hard_ce", "smooth_l1", "confidence"}:
+                term = term + config.terms[name] * eager_term(name, p, log_q.exp(), config, inside)
+            if step.confidence is not None:
+                accepted = torch.minimum(p * inside, log_q.exp()).sum().detach()
+                own = step.confidence[n].sigmoid()
+                cross = -(accepted * own.log() + (1 - accepted) * (1 - own).log())
+                term = term + config.terms["confidence"] * cross
             if "hard_ce" in config.terms and draft_label >= 0:
                 term = term - config.terms["hard_ce"] * log_q[draft_label]
             if "smooth_l1" in config.terms:
@@ -123,6 +133,52 @@ def test_chunked_equals_eager(fields: dict[str, object], unembed: dict[str, floa
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b * 3, rtol=1e-4, atol=1e-5)
     assert result.stats.loss_sums.sum().item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("others", [{"hard_ce": 0.1, "total_variation": 1.8}, {"soft_ce": 1.0}, {"hard_ce": 1.0}])
+def test_confidence_is_trained_towards_what_sampling_accepts(others: dict[str, float]) -> None:
+    torch.manual_seed(2)
+    config = LossConfig(terms={**others, "confidence": 0.5}, chunk_size=5)
+    steps, batch, teacher = steps_and_batch(True, {})
+    steps = [replace(step, confidence=torch.randn(batch.anchors.numel()).requires_grad_()) for step in steps]
+    leaves = [tensor for step in steps for tensor in (step.hidden, step.confidence)]
+    expected = eager(steps, batch, teacher, config)
+    result = Objective(config)(steps, batch, teacher)
+    torch.testing.assert_close(result.loss_sum, expected, rtol=1e-5, atol=1e-5)
+    wanted, got = (torch.autograd.grad(value, leaves) for value in (expected, result.loss_sum))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_confidence_and_its_term_belong_together() -> None:
+    steps, batch, teacher = steps_and_batch(False, {})
+    with pytest.raises(ConfigError, match=r"^loss\.terms\.confidence: is not for this head, .*; remove the term$"):
+        Objective(LossConfig(terms={"soft_ce": 1.0, "confidence": 1.0}))(steps, batch, teacher)
+    steps = [replace(step, confidence=torch.zeros(batch.anchors.numel())) for step in steps]
+    with pytest.raises(ConfigError, match=r"^loss\.terms\.confidence: is for this head, .*; add the term$"):
+        Objective(LossConfig())(steps, batch, teacher)
+
+
+def test_chosen_anchors_stand_for_the_others() -> None:
+    """Over all choices of one anchor in two, the mean of loss and gradient is that of all anchors; counts are of the chosen."""
+    torch.manual_seed(3)
+    steps, batch, teacher = steps_and_batch(False, {})
+    objective = Objective(LossConfig(normalize="sequence"))
+    whole = objective(steps, batch, teacher)
+    count = batch.anchors.numel()
+    halves = [torch.arange(start, count, 2) for start in (0, 1)]
+    losses = []
+    for half in halves:
+        second = replace(steps[1], hidden=steps[1].hidden[half], chosen=half, share=torch.full((half.numel(),), 2.0))
+        result = objective([steps[0], second, steps[2]], batch, teacher)
+        valid = align(batch, steps[1]).valid
+        assert result.stats.counts.tolist() == [
+            whole.stats.counts[0],
+            float(valid[half].sum()),
+            whole.stats.counts[2],
+        ]
+        losses.append(result.loss_sum)
+    torch.testing.assert_close(sum(losses) / 2, whole.loss_sum, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("terms", [{"soft_ce": 1.0}, {"total_variation": 1.0, "top_k": 1.0}])
@@ -262,6 +318,7 @@ def test_bf16_autocast_is_close_to_fp32(terms: dict[str, float]) -> None:
         ({"terms": {"kl": 1.0}}, "loss.terms"),
         ({"terms": {"soft_ce": -1.0}}, "loss.terms.soft_ce"),
         ({"terms": {"smooth_l1": 1.0}}, "loss.terms"),
+        ({"terms": {"confidence": 1.0, "smooth_l1": 1.0}}, "loss.terms"),
         ({"step_decay": 0.0}, "loss.step_decay"),
         ({"normalize": "mean"}, "loss.normalize"),
         ({"outside_vocab": "x"}, "loss.outside_vocab"),
