@@ -34,8 +34,8 @@ class UnrolledHead(DraftHead):
     ``readout`` (layer output -> what is unembedded) and, if it is not the output itself, ``feedback`` (layer output ->
     next hidden). ``detach_steps``: no gradient goes through a hidden state into the step before.
 
-    At unroll step s the row of anchor t has position t + s, sees the step-0 keys of positions up to t and its own keys of steps 1..s, which is what it sees when decoding (EAGLE-3,
-    figure 6; the embeddings are the text's tokens, the hidden states its own).
+    At unroll step s the row of anchor t has position t + s, sees the step-0 keys of positions up to t and its own keys of
+    steps 1..s, which is what it sees when decoding (EAGLE-3, figure 6; the embeddings are the text's tokens, the hidden states its own).
     """
 
     layer: DraftLayer
