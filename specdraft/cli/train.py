@@ -44,9 +44,11 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     from specdraft.eval.environment import environment
     from specdraft.train.inputs import make_accelerator
     from specdraft.train.loop import train
+    from specdraft.train.optim import check_optimizer
     from specdraft.train.progress import parameter_table
     from specdraft.train.state import on_main
 
+    check_optimizer(cfg.optim)
     accelerator = make_accelerator(cfg.trainer, cfg.target.device)
     console = Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
     on_main(accelerator, lambda: check_output(cfg.folder, cfg.resume))

@@ -6,33 +6,44 @@ from dataclasses import dataclass, field
 
 from specdraft.core.errors import ConfigError
 
-SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 PRECISIONS = ("no", "bf16", "fp16")
 TRACKERS = ("none", "jsonl", "wandb")
 
 
 @dataclass(slots=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule; every count is in optimizer steps."""
+    """The optimizer and its learning-rate schedule; every count is in optimizer steps."""
 
+    optimizer: str = "adamw"
+    """adamw; or muon for the matrices between hidden states (Jordan et al. 2024, with the update's size matched to AdamW's
+    so that ``lr`` means the same), AdamW for embeddings, lm_heads, norms and biases."""
     lr: float = 1e-3
     """Peak learning rate, reached after the warm-up."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay of the running mean of the gradient and of its square."""
+    """Decay of AdamW's running mean of the gradient and of its square."""
+    momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient; of no effect, so to be left alone, with adamw."""
     weight_decay: float = 0.0
-    """Decoupled decay of matrices; norms and biases are not decayed."""
+    """Decoupled decay of matrices; norms, biases and embeddings are not decayed."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     schedule: str = "cosine"
-    """How the rate falls from the peak after the warm-up: cosine, linear, or constant (it does not)."""
+    """How the rate falls from the peak after the warm-up: cosine, linear, constant (it does not), or wsd (constant, then
+    linear over the last steps)."""
     warmup_ratio: float = 0.05
     """Share of all optimizer steps in which the rate rises linearly from zero."""
     min_lr_ratio: float = 0.0
     """The rate at the end, as a share of ``lr``; must stay 0 with a constant schedule."""
+    decay_ratio: float = 0.2
+    """Share of all optimizer steps in which wsd lets the rate fall; of no effect with the other schedules."""
     max_grad_norm: float | None = 1.0
     """The gradient is scaled down to this norm; null = never."""
 
     def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optim.optimizer: unknown, got {self.optimizer!r}; use {' or '.join(OPTIMIZERS)}")
         if not 0.0 < self.lr < float("inf"):
             raise ConfigError(f"optim.lr: must be positive, got {self.lr}; use e.g. 1e-3")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
@@ -41,9 +52,21 @@ class OptimConfig:
             raise ConfigError(f"optim.weight_decay: must not be negative, got {self.weight_decay}; use 0")
         if self.eps <= 0.0:
             raise ConfigError(f"optim.eps: must be positive, got {self.eps}; use 1e-8")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"optim.momentum: must lie in [0, 1), got {self.momentum}; use 0.95")
+        if self.optimizer != "muon" and self.momentum != 0.95:
+            raise ConfigError(
+                f"optim.momentum: has no effect without optim.optimizer=muon, got {self.momentum}; use 0.95 or optim.betas"
+            )
+        self._check_schedule()
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0.0:
+            raise ConfigError(f"optim.max_grad_norm: must be positive or null, got {self.max_grad_norm}; use null")
+
+    def _check_schedule(self) -> None:
+        """Rules of the schedule; a number other than its default needs the schedule that reads it."""
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"optim.schedule: unknown, got {self.schedule!r}; use {', '.join(SCHEDULES)}")
-        for name in ("warmup_ratio", "min_lr_ratio"):
+        for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"optim.{name}: must lie in 0..1, got {getattr(self, name)}; use e.g. 0.05")
         if self.schedule == "constant" and self.min_lr_ratio:
@@ -51,8 +74,15 @@ class OptimConfig:
                 f"optim.min_lr_ratio: has no effect on a constant rate, got {self.min_lr_ratio}; "
                 "use 0 or optim.schedule=cosine"
             )
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0.0:
-            raise ConfigError(f"optim.max_grad_norm: must be positive or null, got {self.max_grad_norm}; use null")
+        if self.schedule != "wsd" and self.decay_ratio != 0.2:
+            raise ConfigError(
+                f"optim.decay_ratio: has no effect without optim.schedule=wsd, got {self.decay_ratio}; use 0.2"
+            )
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1.0:
+            raise ConfigError(
+                f"optim.decay_ratio: leaves no room for optim.warmup_ratio ({self.warmup_ratio}), "
+                f"got {self.decay_ratio}; use at most {1.0 - self.warmup_ratio:g}"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +113,9 @@ class TrainerConfig:
     best is the last."""
     eval_max_new_tokens: int = 64
     """Tokens decoded per held-out prompt in that measurement."""
+    ema_decay: float | None = None
+    """Share of the average that stays at each step when the weights are averaged (EMA): then the average is measured and
+    saved, and checkpoints hold both; null = the weights themselves."""
     skip_nonfinite: bool = False
     """A step whose loss or gradient is not finite is skipped and counted; false = training stops there."""
 
@@ -97,6 +130,10 @@ class TrainerConfig:
         if not 0.0 <= self.feature_memory_gib < float("inf"):
             raise ConfigError(
                 f"trainer.feature_memory_gib: must not be negative, got {self.feature_memory_gib}; use 0 to keep nothing"
+            )
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise ConfigError(
+                f"trainer.ema_decay: must lie between 0 and 1 or be null, got {self.ema_decay}; use e.g. 0.999"
             )
         if self.eval_prompts < 0:
             raise ConfigError(f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none")

@@ -23,8 +23,9 @@ from specdraft.heads.storage import load_tensors
 from specdraft.train.state import TrainState, set_rng_state
 
 FORMAT = 1
-HEAD_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME = (
+HEAD_NAME, AVERAGE_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME = (
     "head.safetensors",
+    "average.safetensors",
     "optimizer.safetensors",
     "rng.json",
     "state.json",
@@ -41,6 +42,7 @@ class Checkpoint:
     head: the head's ``state_dict``. optimizer: ``<parameter name>:<state name>`` -> tensor, so that a
     parameter added or frozen later does not shift the others. rng: ``rng_state()`` of every rank. run: what
     must be the same for the data position to mean the same. scaler: the fp16 loss scaler's state, else empty.
+    average: the average of the weights by parameter name, None where they are not averaged.
     """
 
     state: TrainState
@@ -49,6 +51,7 @@ class Checkpoint:
     rng: list[dict[str, Any]]
     run: dict[str, Any]
     scaler: dict[str, Any]
+    average: dict[str, Tensor] | None = None
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -84,13 +87,15 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     """All files, synced; state.json comes last and holds the others' checksums."""
     save_file(checkpoint.head, folder / HEAD_NAME)
     save_file(checkpoint.optimizer, folder / OPTIMIZER_NAME)
+    if checkpoint.average is not None:
+        save_file(checkpoint.average, folder / AVERAGE_NAME)
     (folder / RNG_NAME).write_text(json.dumps(checkpoint.rng))
     record = {
         "format": FORMAT,
         "state": asdict(checkpoint.state),
         "run": checkpoint.run,
         "scaler": checkpoint.scaler,
-        "sha256": {name: _digest(folder / name) for name in (HEAD_NAME, OPTIMIZER_NAME, RNG_NAME)},
+        "sha256": {path.name: _digest(path) for path in sorted(folder.iterdir())},
     }
     (folder / STATE_NAME).write_text(json.dumps(record, indent=2) + "\n")
     for path in (*folder.iterdir(), folder):
@@ -175,6 +180,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             rng=json.loads((path / RNG_NAME).read_text()),
             run=record["run"],
             scaler=record["scaler"],
+            average=load_file(path / AVERAGE_NAME) if AVERAGE_NAME in record["sha256"] else None,
         )
     except CheckpointError:
         raise

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, set_seed
+from torch import Tensor
 
 from specdraft.heads.storage import save_head
+from specdraft.train.average import WeightAverage
 from specdraft.train.checkpoint import (
     Checkpoint,
     choose_checkpoint,
@@ -25,9 +29,12 @@ from specdraft.train.state import EvalPoint, TrainState, kept_rng, on_main, rng_
 class Keeper:
     """Saves and restores a run. Every rank calls every method; rank 0 writes, all raise its errors."""
 
-    def __init__(self, run: TrainInputs, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, run: TrainInputs, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
+    ) -> None:
         self.run = run
         self.optimizer = optimizer
+        self.average = average
         self.folder = run.folder / "checkpoints"
         plan = run.plan
         self._must_agree: dict[str, Any] = {
@@ -36,6 +43,8 @@ class Keeper:
             "micro_batches_per_step": plan.accumulation_steps * plan.world_size,
             "data_seed": plan.seed,
             "bucket": plan.bucket,
+            "optimizer": run.optim.optimizer,
+            "ema_decay": run.trainer.ema_decay,
         }
 
     def resume(self) -> TrainState:
@@ -53,6 +62,8 @@ class Keeper:
         state = restore(checkpoint, self.run.head, self.optimizer, self._must_agree, accelerator.process_index)
         if accelerator.scaler is not None and checkpoint.scaler:
             accelerator.scaler.load_state_dict(checkpoint.scaler)
+        if self.average is not None and checkpoint.average is not None:
+            self.average.load(checkpoint.average)
         return state
 
     def save(self, state: TrainState) -> None:
@@ -66,9 +77,10 @@ class Keeper:
         scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else {}
 
         def write() -> None:
-            tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+            tensors = _saved(head.state_dict())
+            average = None if self.average is None else _saved(self.average.tensors)
             optimizer = optimizer_tensors(head, self.optimizer)
-            checkpoint = Checkpoint(state, tensors, optimizer, rng, self._must_agree, scaler)
+            checkpoint = Checkpoint(state, tensors, optimizer, rng, self._must_agree, scaler, average)
             save_checkpoint(self.folder, checkpoint, self.run.trainer.keep_checkpoints)
             self._save_head("last", state, None)
 
@@ -99,7 +111,7 @@ class Keeper:
 
         def act() -> float:
             run.head.eval()
-            with kept_rng(), torch.no_grad():
+            with self._averaged(), kept_rng(), torch.no_grad():
                 point = measure(run.head)
             run.head.train()
             run.tracker.log(state.step, point.values())
@@ -115,12 +127,24 @@ class Keeper:
         on_main(run.accelerator, lambda: update_state(self.folder, state))
 
     def finish(self, state: TrainState) -> None:
-        """Without measurements the last head counts as the best."""
+        """Without measurements the last head counts as the best. The head is left as the last one was saved."""
         if self.run.evaluate is None:
             on_main(self.run.accelerator, lambda: self._save_head("best", state, None))
+        if self.average is not None:
+            self.average.put(self.run.head)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """The head has the averaged weights inside, if there are any."""
+        return nullcontext() if self.average is None else self.average.inside(self.run.head)
 
     def _save_head(self, name: str, state: TrainState, point: EvalPoint | None) -> None:
         training: dict[str, Any] = {"step": state.step, "tokens": state.tokens, **self.run.provenance}
         if point is not None:
             training["acceptance_length"] = point.acceptance_length
-        save_head(self.run.head, self.run.folder / name, {"training": training})
+        with self._averaged():
+            save_head(self.run.head, self.run.folder / name, {"training": training})
+
+
+def _saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors takes them."""
+    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}

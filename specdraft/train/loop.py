@@ -17,6 +17,7 @@ from specdraft.data.batching import collate
 from specdraft.data.features import FeatureMemory
 from specdraft.losses.alignment import build_draft_batch
 from specdraft.losses.objectives import Teacher
+from specdraft.train.average import WeightAverage
 from specdraft.train.inputs import TrainInputs, TrainResult
 from specdraft.train.keeper import Keeper
 from specdraft.train.optim import build_optimizer, set_lr
@@ -40,7 +41,8 @@ def train(run: TrainInputs) -> TrainResult:
     accelerator, head, trainer, total_steps = run.accelerator, run.head, run.trainer, run.total_steps
     head.to(device=accelerator.device, dtype=torch.float32).train()
     optimizer = build_optimizer(head, run.optim)
-    keeper = Keeper(run, optimizer)
+    average = None if trainer.ema_decay is None else WeightAverage(head, trainer.ema_decay)
+    keeper = Keeper(run, optimizer, average)
     state = keeper.resume()
     # Only the head is wrapped: the target has no gradient to exchange and is in no checkpoint.
     model, stepper = accelerator.prepare(head, optimizer)
@@ -73,7 +75,10 @@ def train(run: TrainInputs) -> TrainResult:
                 local = backward(run, model, memory, teacher, window, denominator, meter)
                 (loss,) = sum_over_ranks(accelerator, [local])
                 with meter.phase("optimizer"):
+                    skipped = state.skipped
                     grad_norm = update(run, stepper, state, loss)
+                    if average is not None and state.skipped == skipped:
+                        average.update(head, state.step + 1 - skipped)
             else:
                 state.skipped += 1
                 logger.warning("step %d: nothing is supervised in this step's rows; skipped", state.step + 1)

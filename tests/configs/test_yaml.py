@@ -122,6 +122,7 @@ def test_values_equal_the_defaults_of_the_code() -> None:
         "decode/dynamic.yaml: dynamic_total_tokens",
         "decode/tree.yaml: tree",
         *(f"head/{kind}.yaml: kind" for kind in head_schemas()),
+        "optim/muon.yaml: optimizer",
         "sampling/sample.yaml: temperature",
         "target/from_head.yaml: name",
         "target/hub.yaml: dtype",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,9 +10,16 @@ import torch
 from torch import nn
 
 from specdraft.core.errors import ConfigError
-from specdraft.heads.base import head_kinds
+from specdraft.heads.base import DraftHead, head_kinds
 from specdraft.train._config import OptimConfig, TrackerConfig, TrainerConfig
-from specdraft.train.optim import build_optimizer, lr_factor, set_lr
+from specdraft.train.optim import (
+    JointOptimizer,
+    ParameterGroups,
+    build_optimizer,
+    check_optimizer,
+    lr_factor,
+    set_lr,
+)
 from tests.training import make_head
 
 
@@ -21,22 +29,93 @@ def curve(total: int = 10, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", list(head_kinds()))
-def test_norms_and_biases_are_not_decayed(kind: str) -> None:
+def test_norms_biases_and_embeddings_are_not_decayed(kind: str) -> None:
     head = make_head(kind)
     optimizer = build_optimizer(head, OptimConfig(weight_decay=0.1, betas=[0.8, 0.9], eps=1e-6))
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert {p.dim() for p in decayed["params"]} == {2}
-    assert {p.dim() for p in plain["params"]} <= {1}
+    tables = {id(m.weight) for m in head.modules() if isinstance(m, nn.Embedding)}
+    assert all(p.dim() > 1 and id(p) not in tables for p in decayed["params"])
+    assert all(id(p) in tables or max(p.shape) == p.numel() for p in plain["params"])
     assert len(decayed["params"]) + len(plain["params"]) == len(list(head.parameters()))
     assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, True)
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
-    model[0].requires_grad_(False)
-    (group,) = build_optimizer(model, OptimConfig()).param_groups
-    assert group["params"] == [model[1].weight]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_frozen_parameters_are_left_out(optimizer: str) -> None:
+    head = make_head("eagle3")
+    before = sum(len(group["params"]) for group in build_optimizer(head, OptimConfig(optimizer=optimizer)).param_groups)
+    head.get_parameter("fc.weight").requires_grad_(False)
+    after = [
+        p for group in build_optimizer(head, OptimConfig(optimizer=optimizer)).param_groups for p in group["params"]
+    ]
+    assert len(after) == before - 1
+    assert all(p is not head.get_parameter("fc.weight") for p in after)
+
+
+def stepped(head: DraftHead, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One update by a random gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest() -> None:
+    """Each part moves its parameters as it would alone, at one rate."""
+    head = make_head("eagle3")
+    groups = ParameterGroups(head)
+    assert any(p is head.get_parameter("lm_head.weight") for p in groups.tokens)
+    assert {p.dim() for p in groups.matrices} == {2}
+    alone = copy.deepcopy(head)
+    config = OptimConfig(optimizer="muon", momentum=0.9, weight_decay=0.1, lr=0.02)
+    optimizer = build_optimizer(head, config)
+    apart = ParameterGroups(alone)
+    muon = torch.optim.Muon(apart.matrices, lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": apart.tokens, "weight_decay": 0.1}, {"params": apart.plain, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
+    set_lr(optimizer, OptimConfig(lr=0.01, schedule="constant", warmup_ratio=0.0), 5, 0)
+    for seed in range(3):
+        stepped(head, optimizer, seed)
+        stepped(alone, muon, seed)
+        adamw.step()
+    for (name, value), other in zip(head.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(value, other, msg=name)
+
+
+def test_state_of_several_optimizers_can_be_loaded() -> None:
+    """What torch and Accelerate do with a state dict: the parts go on with the loaded state and rates."""
+    heads = [make_head("eagle3") for _ in range(2)]
+    first, second = (build_optimizer(head, OptimConfig(optimizer="muon")) for head in heads)
+    assert isinstance(first, JointOptimizer)
+    stepped(heads[0], first, 0)
+    heads[1].load_state_dict(heads[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for head, optimizer in zip(heads, (first, second), strict=True):
+        optimizer.param_groups[0]["lr"] = 0.5
+        stepped(head, optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(heads[0].parameters(), heads[1].parameters(), strict=True))
+    assert len(second.state) == len(list(heads[1].parameters()))
+    with pytest.raises(ValueError, match="takes no closure"):
+        first.step(lambda: 0.0)
+
+
+def test_medusa_under_muon_has_only_matrices_and_biases() -> None:
+    optimizer = build_optimizer(make_head("medusa"), OptimConfig(optimizer="muon"))
+    assert [type(part).__name__ for part in optimizer.parts] == ["Muon", "AdamW"]
+
+
+def test_an_older_torch_has_no_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_optimizer(OptimConfig(optimizer="muon"))
+    monkeypatch.delattr(torch.optim, "Muon")
+    check_optimizer(OptimConfig())
+    with pytest.raises(
+        ConfigError, match=r"^optim.optimizer: needs torch 2.9 or newer, got muon with torch .*; use adamw"
+    ):
+        check_optimizer(OptimConfig(optimizer="muon"))
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:
@@ -52,10 +131,12 @@ def test_schedules() -> None:
     assert cosine[10] == pytest.approx(0.0)
     assert cosine[2] > linear[2] - 0.2
     assert curve(schedule="constant", warmup_ratio=0.1)[1:] == [1.0] * 10
+    wsd = curve(schedule="wsd", warmup_ratio=0.2, decay_ratio=0.4, min_lr_ratio=0.2)
+    assert wsd == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_rate_is_set_on_every_group() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), OptimConfig(lr=0.5, warmup_ratio=0.5))
+    optimizer = build_optimizer(make_head(), OptimConfig(lr=0.5, warmup_ratio=0.5))
     assert set_lr(optimizer, OptimConfig(lr=0.5, warmup_ratio=0.5), 6, 0) == 0.125
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -64,6 +145,12 @@ def test_rate_is_set_on_every_group() -> None:
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
+        (OptimConfig, {"optimizer": "sgd"}, "optim.optimizer: unknown, got 'sgd'"),
+        (OptimConfig, {"optimizer": "muon", "momentum": 1.0}, r"optim.momentum: must lie in \[0, 1\), got 1.0"),
+        (OptimConfig, {"momentum": 0.9}, "optim.momentum: has no effect without optim.optimizer=muon, got 0.9"),
+        (OptimConfig, {"decay_ratio": 0.5}, "optim.decay_ratio: has no effect without optim.schedule=wsd, got 0.5"),
+        (OptimConfig, {"schedule": "wsd", "decay_ratio": 0.98}, "optim.decay_ratio: leaves no room for optim.warmup"),
+        (TrainerConfig, {"ema_decay": 1.0}, "trainer.ema_decay: must lie between 0 and 1 or be null, got 1.0"),
         (OptimConfig, {"lr": 0.0}, "optim.lr: must be positive, got 0.0"),
         (OptimConfig, {"betas": [0.9]}, r"optim.betas: two numbers in \[0, 1\) are needed, got \[0.9\]"),
         (OptimConfig, {"betas": [0.9, 1.0]}, "optim.betas: two numbers"),
