@@ -6,20 +6,21 @@ from specdraft.config.schema import ExportRun
 
 
 def run(cfg: ExportRun) -> None:
-    """Writes (or, with ``dry_run``, describes) the export of the head.
+    """Writes (or, with ``dry_run``, describes) the exports of the head.
 
     Raises:
-        CheckpointError, ExportError: see the messages; a failed upload leaves the folder whole.
+        CheckpointError, ConfigError, ExportError, UnsupportedTargetError: see the messages; a failed upload leaves the
+            folders whole.
     """
     from rich.console import Console
 
-    from specdraft.export.hub import export_head
+    from specdraft.export.exporting import Source, export_head
 
     assert cfg.head.path is not None
     console = Console()
-    export = export_head(cfg.head.path, cfg.export, revision=cfg.head.revision, console=console)
-    if export.folder is None:
-        return
-    console.print(f"written: {export.folder} ({', '.join(export.sizes)})", markup=False, soft_wrap=True)
-    if export.url is not None:
-        console.print(f"uploaded: {export.url}", markup=False, soft_wrap=True)
+    source = Source(cfg.head.path, cfg.head.revision, cfg.target.name, cfg.target.revision)
+    for export in export_head(source, cfg.export, console=console):
+        if export.folder is not None:
+            console.print(f"written: {export.folder} ({', '.join(export.sizes)})", markup=False, soft_wrap=True)
+        if export.url is not None:
+            console.print(f"uploaded: {export.url}", markup=False, soft_wrap=True)

@@ -6,7 +6,8 @@ import gc
 from dataclasses import asdict
 from typing import Any
 
-from specdraft.config.schema import EvalRun, HeadSource, PipelineRun
+from specdraft.config.schema import EvalRun, PipelineRun
+from specdraft.config.sources import HeadSource
 
 
 def run(cfg: PipelineRun) -> None:

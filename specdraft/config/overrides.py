@@ -124,7 +124,7 @@ def _check_key(command: str, key: str, value: str) -> None:
 
 def _spell_out(key: str, value: str) -> str:
     """A shorthand's long form; the one that takes a list accepts a single name, too."""
-    if key in ("eval.prompts", "tune.prompts") and not value.startswith("["):
+    if key in ("eval.prompts", "tune.prompts", "export.format") and not value.startswith("["):
         value = f"[{value}]"
     return f"{key}={value}"
 

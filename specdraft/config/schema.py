@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.config.paths import check_name
+from specdraft.config.sources import HeadSource, TargetSource
 from specdraft.core.errors import ConfigError
 from specdraft.data._config import DataConfig
-from specdraft.decode._config import DecodeConfig
+from specdraft.decode._config import DecodeConfig, check_drawable
 from specdraft.decode._proposer_config import ProposerConfig
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.eval._config import EvalConfig, TuneConfig
@@ -164,22 +165,6 @@ class DoctorRun(ExperimentRun):
             raise ConfigError(f"rows: must be at least 1, got {self.rows}; use e.g. 8")
         if not 0 <= self.examples <= self.rows:
             raise ConfigError(f"examples: must lie in 0..rows ({self.rows}), got {self.examples}; use 1")
-
-
-@dataclass(slots=True, kw_only=True)
-class HeadSource:
-    """Where a trained head is."""
-
-    path: str | None = None
-    """Folder such as outputs/x/best, or Hub id; null = no head, plain decoding."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub id; null = the default branch."""
-
-    def __post_init__(self) -> None:
-        if self.path is not None and not self.path:
-            raise ConfigError("head: must not be empty, got ''; give a folder or a Hub id")
-        if self.revision is not None and (self.path is None or Path(self.path).is_dir()):
-            raise ConfigError(f"head.revision: has no effect without a Hub id, got {self.revision!r}; remove it")
 
 
 def _need_target(target: TargetConfig, head: str) -> None:
@@ -337,8 +322,10 @@ class ExportRun:
 
     head: HeadSource = field(default_factory=HeadSource)
     """The head to export; ``head=PATH`` for short."""
+    target: TargetSource = field(default_factory=TargetSource)
+    """Its target, whose files the formats of other engines need; ``target=PATH`` for short."""
     export: ExportConfig = field(default_factory=ExportConfig)
-    """Format and destination; ``format=``, ``push_to=``, ``private=``, ``dry_run=`` and ``output=`` for short."""
+    """Formats and destination; ``format=``, ``push_to=``, ``private=``, ``dry_run=``, ``output=`` or ``out=`` for short."""
 
     def __post_init__(self) -> None:
         if self.head.path is None:
@@ -369,6 +356,8 @@ def check_sampling(sampling: SamplingConfig, decode: DecodeConfig) -> None:
         raise ConfigError(
             "sampling.verifier: needs drafts that are drawn, which grown trees are not, got speculative_sampling; use auto"
         )
+    if sampling.samples_drafts and decode.tree is not None:
+        check_drawable(decode.tree)
 
 
 RUNS: dict[str, type] = {
@@ -387,7 +376,7 @@ SHORTHANDS: dict[str, dict[str, str]] = {
     "eval": {"head": "head.path", "prompts": "eval.prompts", "batch_size": "eval.batch_size"},
     "tune": {"head": "head.path", "prompts": "tune.prompts", "batch_size": "tune.batch_size"},
     "generate": {"head": "head.path"},
-    "export": {"head": "head.path"}
+    "export": {"head": "head.path", "target": "target.name", "out": "export.output"}
     | {name: f"export.{name}" for name in ("format", "push_to", "private", "dry_run", "output")},
 }
 """Keys that the command line offers for longer ones."""

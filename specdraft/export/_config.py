@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from specdraft.core.errors import ConfigError
 
-FORMATS = ("hf",)
+FORMATS = tuple(sorted(path.stem for path in (Path(__file__).parent / "formats").glob("[!_]*.py")))
+"""Names of the formats, one file each."""
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
@@ -16,8 +18,9 @@ _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 class ExportConfig:
     """Into which format a head is written, and where it goes."""
 
-    format: str = "hf"
-    """hf = a folder (or Hub repository) that ``load_head`` reads, with a model card."""
+    format: list[str] = field(default_factory=lambda: ["hf"])
+    """hf = our own, which every command reads as ``head``; or one or several of the serving engines' formats; all = every
+    one that can carry the head."""
     push_to: str | None = None
     """Hub repository ``user/name`` that receives the folder; null = nothing is uploaded."""
     private: bool = False
@@ -25,13 +28,17 @@ class ExportConfig:
     dry_run: bool = False
     """True: print what would be written and uploaded, and do neither."""
     output: str | None = None
-    """Folder that is written; null = ``export-<format>`` beside the head's folder, or here for a head from the Hub."""
+    """Folder that is written, or that holds one for each of several formats; null = ``export-<format>`` beside the head's
+    folder, or here for a head from the Hub."""
     license: str | None = None
     """Licence of the head as the Hub writes it, e.g. apache-2.0; null = the model card names none."""
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ConfigError(f"export.format: unknown, got {self.format!r}; use {', '.join(FORMATS)}")
+        if not self.format or len(set(self.format)) != len(self.format):
+            raise ConfigError(f"export.format: is empty or has one twice, got {self.format}; use e.g. hf")
+        for name in self.format:
+            if name not in FORMATS and self.format != ["all"]:
+                raise ConfigError(f"export.format: unknown, got {name!r}; use all, or {', '.join(FORMATS)}")
         if self.push_to is not None and not _REPO.fullmatch(self.push_to):
             raise ConfigError(
                 f"export.push_to: is not of the form user/name, got {self.push_to!r}; use e.g. me/my-head"

@@ -91,6 +91,7 @@ def model_card(
     base_model: str | None,
     repo_id: str | None,
     license_name: str | None,
+    serve: str | None = None,
 ) -> ModelCard:
     """The card of a head, filled from its run.
 
@@ -101,6 +102,7 @@ def model_card(
         base_model: Hub id of the target; None = a local model.
         repo_id: where it goes; None = its folder's name is left to the reader.
         license_name: as the Hub writes it, or None.
+        serve: how to use it, for an export in the layout of other engines; None = with specdraft.
     """
     target = config["target"]
     kind = head.config.kind
@@ -124,8 +126,8 @@ def model_card(
         "## Results",
         *(_results(results) if results else ["Not evaluated: run `specdraft eval` and export again."]),
         "## How to use",
-        USE.format(repo=repo, target=target["name"])
-        + ("" if base_model else "\nThe target was a local model: give the name of your copy as `target.name`.\n"),
+        (USE.format(repo=repo, target=target["name"]) if serve is None else serve)
+        + ("" if base_model else "\nThe target was a local model: give the name of your copy in its place.\n"),
         "## Training",
         *_training(config),
         "## Licence",
@@ -190,6 +192,7 @@ def _results(results: Mapping[str, Any]) -> list[str]:
         depths = [
             (str(k + 1), _format(rate), _format(survival))
             for k, (rate, survival) in enumerate(zip(figures["acceptance_rate"], figures["survival"], strict=True))
+            if figures["reached_per_depth"][k]
         ]
         parts += [f"### {name}", _markdown(("depth", "acceptance rate (given all before)", "survival"), depths)]
         if len(figures["by_category"]) > 1:

@@ -27,6 +27,8 @@ class EagleConfig(DraftLayerConfig):
     """True: a step's loss does not reach back into the steps before it, whose states it takes as given (HASS)."""
     input_noise: float = 0.1
     """Training adds uniform noise of [-input_noise, input_noise] to the target's features (paper, section 4.2)."""
+    fusion_bias: bool = False
+    """True: W has a bias, as many published heads have. SGLang adds it, vLLM does not."""
 
     def __post_init__(self) -> None:
         DraftLayerConfig.__post_init__(self)
@@ -65,7 +67,7 @@ class EagleHead(UnrolledHead):
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, config.unroll_steps)
         self.input_noise, self.detach_steps = config.input_noise, config.detach_steps
-        self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=config.fusion_bias)
         self.layer = DraftLayer(spec, config, spec.hidden_size)
         self.register_buffer("embedding_scale", torch.ones(()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,14 @@ VALUES = 4096
 
 
 def target_spec(
-    model: PreTrainedModel, layout: Layout, name: str, revision: str | None, eos_token_ids: tuple[int, ...]
+    model: PreTrainedModel,
+    layout: Layout,
+    name: str,
+    revision: str | None,
+    eos_token_ids: tuple[int, ...],
+    read: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> TargetSpec:
-    """The record of sizes and identity that heads are built from."""
+    """The record of sizes and identity that heads are built from. ``read``: see ``fingerprint``."""
     config = text_config(model.config)
 
     def first(*names: str, default: Any) -> Any:
@@ -45,12 +51,14 @@ def target_spec(
         hidden_act=first("hidden_act", "hidden_activation", "activation_function", default="silu"),
         rope_parameters=rope_parameters(config),
         eos_token_ids=eos_token_ids,
-        fingerprint=fingerprint(config, layout),
+        fingerprint=fingerprint(config, layout, read),
     )
 
 
-def fingerprint(config: PretrainedConfig, layout: Layout) -> str:
+def fingerprint(config: PretrainedConfig, layout: Layout, read: Callable[[Tensor], Tensor] = Tensor.detach) -> str:
     """16 hexadecimal digits, the same whatever dtype one checkpoint is loaded in. ``config``: the text config.
+
+    ``read`` gives a parameter's values; those of a model without storage are read from its files.
 
     Hashed: model type, sizes, attention kinds, rotary block, and the signs of a sample of weights: 64 rows of the
     embedding spread over the vocabulary, and 4,096 spread values of every matrix of the middle layer (a fine-tune by
@@ -64,12 +72,12 @@ def fingerprint(config: PretrainedConfig, layout: Layout) -> str:
         "rope": rope_parameters(config),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=float).encode())
-    embedding = layout.embedding.get_parameter("weight").detach()
+    embedding = read(layout.embedding.get_parameter("weight"))
     digest.update(json.dumps(list(embedding.shape)).encode())
     samples = [embedding[_spread(embedding.shape[0], ROWS, embedding)]]
     for parameter in layout.layers[len(layout.layers) // 2].parameters():
         if parameter.dim() >= 2 and parameter.is_floating_point():
-            flat = parameter.detach().reshape(-1)
+            flat = read(parameter).reshape(-1)
             samples.append(flat[_spread(flat.numel(), VALUES, flat)])
     for sample in samples:
         digest.update(torch.signbit(sample.to("cpu", torch.float32)).numpy().tobytes())

@@ -14,7 +14,8 @@ import yaml
 from specdraft.config.head_schemas import head_schemas
 from specdraft.config.overrides import prepare_overrides
 from specdraft.config.paths import config_dir
-from specdraft.config.schema import RUNS, ExperimentRun, HeadSource
+from specdraft.config.schema import RUNS, ExperimentRun
+from specdraft.config.sources import HeadSource, TargetSource
 from specdraft.config.store import compose_config, save_resolved, to_run
 from specdraft.core.errors import ConfigError
 from specdraft.decode._proposer_config import PROPOSERS
@@ -81,7 +82,10 @@ def owner(file: str) -> type:
         return head_schemas()[Path(stem).stem]
     if group == "proposer":
         return PROPOSERS[Path(stem).stem]
-    found = {get_type_hints(run)[group] for run in RUNS.values() if group in get_type_hints(run)} - {HeadSource}
+    found = {get_type_hints(run)[group] for run in RUNS.values() if group in get_type_hints(run)} - {
+        HeadSource,
+        TargetSource,
+    }
     (only,) = found
     return only
 

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from specdraft.core.errors import CheckpointError, ConfigError, ExportError
 from specdraft.export._config import ExportConfig
-from specdraft.export.hub import FILES, export_head, probe, verify
+from specdraft.export.exporting import FILES, Export, Source
+from specdraft.export.exporting import export_head as export_heads
+from specdraft.export.formats.hf import probe, verify
 from specdraft.heads.storage import CONFIG_NAME, WEIGHTS_NAME, load_head, save_head
 from tests.hub_server import FakeHub, fake_hub
 from tests.support import SPEC, make_head
@@ -52,6 +54,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", "hf_loopback")
         yield hub
+
+
+def export_head(source: Path | str, config: ExportConfig, console: Console | None = None) -> Export:
+    """The one export of ``source`` in our own format."""
+    (export,) = export_heads(Source(source), config, console=console)
+    return export
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -267,7 +275,10 @@ def test_a_repository_that_is_not_there(hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"format": "gguf"}, r"^export\.format: unknown, got 'gguf'"),
+        ({"format": ["gguf2"]}, r"^export\.format: unknown, got 'gguf2'"),
+        ({"format": ["hf", "all"]}, r"^export\.format: unknown, got 'all'"),
+        ({"format": []}, r"^export\.format: is empty"),
+        ({"format": ["hf", "hf"]}, r"^export\.format: is empty or has one twice"),
         ({"push_to": "name"}, r"^export\.push_to: is not of the form user/name"),
         ({"push_to": "a/b/c"}, r"^export\.push_to"),
         ({"push_to": "me/my head"}, r"^export\.push_to"),

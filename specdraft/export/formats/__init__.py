@@ -1,0 +1,1 @@
+"""One file per format of exports, each with a ``FORMAT``."""

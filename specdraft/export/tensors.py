@@ -1,0 +1,53 @@
+"""Safetensors files written from tensors as they lie in memory or on disk, without a second copy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Dtypes of heads and targets -> their names in the file."""
+CHUNK_ROWS = 4096
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes ``tensors`` to ``path`` in the safetensors layout, one after another.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    # Wide types first, so that every tensor is aligned to its own size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in order:
+            rows = tensors[name].detach()
+            for part in (rows.reshape(1) if rows.dim() == 0 else rows).split(CHUNK_ROWS):
+                file.write(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
