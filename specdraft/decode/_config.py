@@ -84,6 +84,18 @@ class DecodeConfig:
                 )
 
 
+def check_drawable(paths: list[list[int]]) -> None:
+    """Raises ConfigError unless the siblings of a tree have the ranks 0, 1, 2, ...: what was drawn between is unknown."""
+    known = {tuple(path) for path in paths}
+    for path in paths:
+        if path[-1] and (*path[:-1], path[-1] - 1) not in known:
+            missing = [*path[:-1], path[-1] - 1]
+            raise ConfigError(
+                f"decode.tree: the ranks of siblings must be 0, 1, 2, ... where drafts are drawn, got {path} without "
+                f"{missing}; add the missing paths or use sampling.verifier=point_mass"
+            )
+
+
 def check_paths(key: str, paths: list[list[int]]) -> None:
     """Raises ConfigError unless ``paths``, the value of ``key``, are those of a draft tree."""
     if not 1 <= len(paths) <= MAX_NODES:
