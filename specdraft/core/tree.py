@@ -186,11 +186,12 @@ class GrownTree:
     """A tree whose shape was decided on the device, in breadth-first order; it is drafted once and never seen again.
 
     rows: ``[N+1]`` int64, the row of every row's parent, the root (row 0) its own. max_depth: no node is deeper; known
-    without a look at the device.
+    without a look at the device. scores: ``[N]``, the log-probability of the path down to every node, where it is known.
     """
 
     rows: Tensor
     max_depth: int
+    scores: Tensor | None = None
 
     def __len__(self) -> int:
         return self.rows.shape[0] - 1
@@ -208,9 +209,28 @@ class Proposal:
     there are. probs: ``[Q, V]``, for each of the Q rows with children (the root first, then the nodes in order) the
     probabilities that the children were drawn from, by rank and without replacement; None = they were not drawn, but are
     decided by what was written before. finite: 0-d bool, whether the numbers behind the draft are; None = not looked at.
+    confidence: ``[N]``, of a chain, the proposer's estimate that node i is accepted if those before it are; node i's own token
+    has no part in it. None = no estimate.
     """
 
     tokens: Tensor
     tree: DraftTree | GrownTree
     probs: Tensor | None = None
     finite: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def cut(self, threshold: float) -> Proposal | None:
+        """A chain without what follows the first node whose path is accepted with a confidence below ``threshold``.
+
+        That node is left out, too; None = nothing is left. Where it ends depends on the tokens before alone, so that drawn
+        drafts stay what they were drawn from (DSpark, its appendix on the scheduler). Reads the length from the device.
+        """
+        if self.confidence is None:
+            return self
+        kept = int((self.confidence.float().cumprod(0) >= threshold).int().cumprod(0).sum())
+        if kept == len(self.tree):
+            return self
+        if not kept:
+            return None
+        probs = None if self.probs is None else self.probs[:kept]
+        return Proposal(self.tokens[:, :kept], DraftTree.chain(kept), probs, self.finite, self.confidence[:kept])

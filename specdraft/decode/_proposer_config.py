@@ -77,6 +77,8 @@ class SuffixConfig(ProposerConfig):
         _check_range("num_nodes", self.num_nodes, 1, 256)
         _check_range("max_match", self.max_match, 1, 256)
         _check_range("max_earlier_tokens", self.max_earlier_tokens, 0, 10_000_000)
+        if self.max_earlier_tokens == 1:
+            raise ConfigError("proposer.max_earlier_tokens: nothing follows a single token, got 1; use 0 or more than 1")
         if not 0.0 < self.min_probability <= 1.0:
             raise ConfigError(f"proposer.min_probability: must lie in (0, 1], got {self.min_probability}; use e.g. 0.1")
 
@@ -101,8 +103,11 @@ class DraftModelConfig(ProposerConfig):
     tree: list[list[int]] | None = None
     """Draft tree as paths of ranks, as in ``decode.tree``, drafted level by level; null = a chain."""
     min_probability: float = 0.0
-    """A chain ends at a token that the draft model gives less than this; 0 = never. Above 0, every drafted token is
+    """A chain ends behind a token that the draft model gives less than this; 0 = never. Above 0, every drafted token is
     waited for, which costs nothing on a CPU."""
+    adaptive: bool = True
+    """Drafts are as deep as pays, by what was accepted lately and by the weights of the two models, and at most as deep as
+    set above; where nothing pays, none are made but for a trial now and then. False = always as deep as set."""
 
     def __post_init__(self) -> None:
         if self.name is not None and not self.name:

@@ -11,6 +11,7 @@ from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftContext, FeatureRequest, Unembedding
 from specdraft.decode._config import DYNAMIC_TOP_K, DecodeConfig
+from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.heads.base import DraftHead
 from specdraft.targets.base import Target
 from specdraft.targets.packing import pack_linears, pack_unembedding
@@ -22,6 +23,11 @@ class Proposer(Protocol):
     @property
     def tree(self) -> DraftTree:
         """The largest tree it drafts, in nodes and in depth."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether its drafts are drawn where ``DraftContext.sampler`` asks for it; else they are its likeliest tokens."""
         ...
 
     def features(self) -> FeatureRequest:
@@ -51,20 +57,44 @@ class BatchProposer(Proposer, Protocol):
         ...
 
 
+@runtime_checkable
+class AttentiveProposer(Proposer, Protocol):
+    """A proposer that wants to know what a row has written once it has ended."""
+
+    def finish(self, state: Any, tokens: Sequence[int]) -> None:
+        """``tokens``: the whole answer of the row."""
+        ...
+
+
 class HeadProposer:
     """A draft head as a proposer over a fixed tree, or over a tree grown anew at every step.
 
     On the CPU a frozen head's weights are packed for products of few rows; make a new proposer when they have changed.
 
+    Args of the constructor: ``min_confidence`` cuts every chain where the head's confidence in it falls below, which is
+    read from the device; None = chains as long as the shape.
+
     Raises:
-        ConfigError: the head cannot draft this shape.
+        ConfigError: the head cannot draft this shape, or has no confidence.
     """
 
-    def __init__(self, head: DraftHead, target: Target, shape: DraftTree | TreeGrowth | None = None) -> None:
+    def __init__(
+        self,
+        head: DraftHead,
+        target: Target,
+        shape: DraftTree | TreeGrowth | None = None,
+        min_confidence: float | None = None,
+    ) -> None:
         self.head = head
         self.target = target
         self.shape = DraftTree.chain(head.config.num_draft_tokens) if shape is None else shape
+        self.min_confidence = min_confidence
         check_shape(head, self.shape)
+        if min_confidence is not None and not head.config.estimates_acceptance:
+            raise ConfigError(
+                f"decode.min_confidence: {head.config.kind} heads without a confidence head estimate nothing, "
+                f"got {min_confidence}; use null"
+            )
         head.prepare_unembedding(target.unembedding, self._prepare)
         if not any(parameter.requires_grad for parameter in head.parameters()):
             pack_linears(head)
@@ -73,6 +103,11 @@ class HeadProposer:
         else:
             self.tree = self.shape
             self._trees = [self.tree.truncate(depth) for depth in range(1, self.tree.max_depth)] + [self.tree]
+
+    @property
+    def draws(self) -> bool:
+        """In fixed shapes only: a grown tree is made of the likeliest tokens."""
+        return not isinstance(self.shape, TreeGrowth)
 
     def _prepare(self, unembed: Unembedding) -> Unembedding:
         """The target's rows as the head multiplies by them: in its dtype, packed if the target has not done so."""
@@ -94,29 +129,36 @@ class HeadProposer:
         if isinstance(self.shape, TreeGrowth):
             return self.head.grow(state, context, self.target.embed, self.shape.cut(max_depth))
         tree = self._trees[min(max_depth, len(self._trees)) - 1]
-        return self.head.propose(state, context, self.target.embed, tree)
+        return self._cut(self.head.propose(state, context, self.target.embed, tree))
+
+    def _cut(self, proposal: Proposal) -> Proposal | None:
+        """What the head is confident of."""
+        return proposal if self.min_confidence is None else proposal.cut(self.min_confidence)
 
     def propose_batch(
         self, states: Sequence[Any], contexts: Sequence[DraftContext], max_depths: Sequence[int]
     ) -> list[Proposal | None]:
-        """The rows whose drafts are cut to the same tree share the head's forwards; grown trees are drafted row by row."""
-        if isinstance(self.shape, TreeGrowth):
-            rows = zip(states, contexts, max_depths, strict=True)
-            return [self.propose(state, context, max_depth) for state, context, max_depth in rows]
+        """The rows whose drafts are cut to the same depth share the head's forwards."""
         groups: dict[int, list[int]] = {}
         for row, max_depth in enumerate(max_depths):
-            groups.setdefault(min(max_depth, len(self._trees)), []).append(row)
+            groups.setdefault(min(max_depth, self.shape.max_depth), []).append(row)
         found: list[Proposal | None] = [None] * len(states)
         for depth, members in groups.items():
-            drafts = self.head.propose_batch(
-                [states[row] for row in members],
-                [contexts[row] for row in members],
-                self.target.embed,
-                self._trees[depth - 1],
-            )
+            rows = [states[row] for row in members], [contexts[row] for row in members], self.target.embed
+            if isinstance(self.shape, TreeGrowth):
+                drafts = self.head.grow_batch(*rows, self.shape.cut(depth))
+            else:
+                drafts = self.head.propose_batch(*rows, self._trees[depth - 1])
             for row, draft in zip(members, drafts, strict=True):
-                found[row] = draft
+                found[row] = self._cut(draft)
         return found
+
+
+def verifier_in_use(sampling: SamplingConfig, proposer: Proposer | None) -> str | None:
+    """The rule that accepts the drafts of ``proposer``: drafts that are not drawn are certain, so a point mass each."""
+    if proposer is None:
+        return None
+    return "point_mass" if sampling.samples_drafts and not proposer.draws else sampling.resolved_verifier
 
 
 def head_dtype(config: DecodeConfig, target: Target) -> torch.dtype:

@@ -53,7 +53,7 @@ class GrowingTree:
         chosen = scores.sort(descending=True, stable=True).indices[:count].sort().values
         above = parents[chosen]
         rows = torch.where(above < 0, 0, torch.searchsorted(chosen, above) + 1)
-        tree = GrownTree(torch.cat([rows.new_zeros(1), rows]), min(len(self._levels), count))
+        tree = GrownTree(torch.cat([rows.new_zeros(1), rows]), min(len(self._levels), count), scores[chosen])
         return ids[chosen], tree
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, Unembedding
-from specdraft.heads._dynamic import GrowingTree, likeliest
+from specdraft.heads._dynamic import GrowingTree
 from specdraft.heads._unroll import TreePlan
+from specdraft.heads._unroll_batch import choose, draft, extend
 from specdraft.heads.base import DraftHead, TokenPicker
 
 
@@ -53,7 +55,7 @@ class SequentialHead(DraftHead):
         path, steps = self.seed(batch), []
         for depth in range(self.config.num_draft_tokens):
             tokens = ids[(batch.anchors + depth + 1).clamp(max=last)]
-            path, hidden = self.advance(depth, path, tokens, embed)
+            path, hidden = self.recomputed(self.advance, depth, path, tokens, embed)
             steps.append(DraftStep(hidden, depth + 2, self.unembedding(depth, shared)))
         return steps
 
@@ -65,29 +67,48 @@ class SequentialHead(DraftHead):
 
     def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
         """One row per path that goes on, level by level."""
-        path, tokens = self.begin(state, context), context.next_tokens[0, -1:]
+        return self.propose_batch([state], [context], embed, tree)[0]
+
+    def propose_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, tree: DraftTree
+    ) -> list[Proposal]:
+        """See DraftHead: the paths of all rows go on together."""
+        count = len(states)
+        path, tokens = self._first(states, contexts)
         drafted: list[Tensor] = []
-        picker = TokenPicker(self, context)
-        for depth, level in enumerate(state.plan(tree, tokens.device).levels):
+        pickers = [TokenPicker(self, context) for context in contexts]
+        for depth, level in enumerate(states[0].plan(tree, tokens.device).levels):
             if depth:
-                path = path.index_select(0, level.query_parents)
-                tokens = drafted[-1].index_select(0, level.query_tokens)
+                path = path.unflatten(0, (count, -1)).index_select(1, level.query_parents).flatten(0, 1)
+                tokens = drafted[-1].index_select(1, level.query_tokens).flatten()
             path, hidden = self.advance(depth, path, tokens, embed)
-            ranked = picker.ranked(state.unembeds[depth](hidden), level.max_rank + 1)
-            drafted.append(ranked[level.rows, level.ranks])
-        return picker.proposal(torch.cat(drafted), tree)
+            drafted.append(choose(pickers, states[0].unembeds[depth](hidden), level))
+        found = torch.cat(drafted, dim=1)
+        return [picker.proposal(own, tree) for picker, own in zip(pickers, found, strict=True)]
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """See DraftHead: each level is one row per node of the beam, at most ``top_k``."""
-        path, tokens = self.begin(state, context), context.next_tokens[0, -1:]
-        tree = GrowingTree(growth.top_k, tokens.device)
+        return self.grow_batch([state], [context], embed, growth)[0]
+
+    def grow_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, growth: TreeGrowth
+    ) -> list[Proposal]:
+        """See DraftHead: the beams of all rows go on together."""
+        path, tokens = self._first(states, contexts)
+        trees = [GrowingTree(growth.top_k, tokens.device) for _ in states]
         for depth in range(growth.depth):
             if depth:
-                path, tokens = path.index_select(0, tree.origin), self.to_target_ids(tree.tokens)
+                rows = zip(path.chunk(len(trees)), trees, strict=True)
+                path = torch.cat([own.index_select(0, tree.origin) for own, tree in rows])
+                tokens = self.to_target_ids(torch.cat([tree.tokens for tree in trees]))
             path, hidden = self.advance(depth, path, tokens, embed)
-            tree.extend(*likeliest(state.unembeds[depth](hidden), growth.top_k))
-        drafted, grown = tree.best(growth.total_tokens)
-        return Proposal(self.to_target_ids(drafted)[None], grown, finite=tree.finite)
+            extend(trees, states[0].unembeds[depth](hidden), growth.top_k)
+        return [draft(self, tree, growth) for tree in trees]
+
+    def _first(self, states: Sequence[Any], contexts: Sequence[DraftContext]) -> tuple[Tensor, Tensor]:
+        """Takes in what was committed: the first states ``[B, ·]`` and the tokens ``[B]`` after them."""
+        path = torch.cat([self.begin(state, context) for state, context in zip(states, contexts, strict=True)])
+        return path, torch.cat([context.next_tokens[0, -1:] for context in contexts])
 
 
 class SequentialState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from specdraft.core.types import (
 from specdraft.heads._blocks import DraftLayer
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
-from specdraft.heads._unroll_batch import propose_batch
+from specdraft.heads._unroll_batch import grow_batch, propose_batch
 from specdraft.heads.base import DraftHead, TokenPicker
 
 
@@ -35,7 +36,8 @@ class UnrolledHead(DraftHead):
     next hidden). ``detach_steps``: no gradient goes through a hidden state into the step before.
 
     At unroll step s the row of anchor t has position t + s, sees the step-0 keys of positions up to t and its own keys of
-    steps 1..s, which is what it sees when decoding (EAGLE-3, figure 6; the embeddings are the text's tokens, the hidden states its own).
+    steps 1..s, which is what it sees when decoding (EAGLE-3, figure 6; the embeddings are the text's tokens, the hidden
+    states its own).
     """
 
     layer: DraftLayer
@@ -79,15 +81,15 @@ class UnrolledHead(DraftHead):
         last = ids.numel() - 1
         self.layer.rotary.reserve(batch.input_ids.shape[1] + num_steps)
         positions = batch.position_ids.flatten()
+        layout = AnchorLayout.of(batch)
         # The token after the end of a row is read from the next row; only keys no anchor sees come from it.
         x, residual = self.mix(self.seed(batch.features), self._embed(embed, ids.roll(-1)))
-        layout = AnchorLayout.of(batch)
         keys, values = self.layer.keys_values(x, positions)
         anchors, anchor_positions = batch.anchors, positions[batch.anchors]
         query = self.layer.queries(x[anchors], anchor_positions)
         residual = residual[anchors]
         attention = AnchorAttention(keys, values, layout)
-        output = self.layer.finish(attention(query), residual)
+        output = self.recomputed(self._layer_output, attention.frozen(), query, residual)
         steps = [DraftStep(self.readout(output), 2, self.unembedding(unembed))]
         for s in range(1, num_steps):
             tokens = ids[(anchors + 1 + s).clamp(max=last)]
@@ -95,9 +97,13 @@ class UnrolledHead(DraftHead):
             x, residual = self.mix(hidden, self._embed(embed, tokens))
             query, key, value = self.layer.project(x, anchor_positions + s)
             attention.append(key, value)
-            output = self.layer.finish(attention(query), residual)
+            output = self.recomputed(self._layer_output, attention.frozen(), query, residual)
             steps.append(DraftStep(self.readout(output), s + 2, self.unembedding(unembed)))
         return steps
+
+    def _layer_output(self, attention: AnchorAttention, query: Tensor, residual: Tensor) -> Tensor:
+        """The layer behind its queries: ``[N, heads, head_dim]`` and the residual ``[N, H]`` -> ``[N, H]``."""
+        return self.layer.finish(attention(query), residual)
 
     def _embed(self, embed: Embed, ids: Tensor) -> Tensor:
         """Embeddings without a graph, in the head's dtype: the target's table is frozen."""
@@ -137,6 +143,12 @@ class UnrolledHead(DraftHead):
     ) -> list[Proposal]:
         """See DraftHead: the rows share every product with a weight."""
         return propose_batch(self, states, contexts, embed, tree)
+
+    def grow_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, growth: TreeGrowth
+    ) -> list[Proposal]:
+        """See DraftHead: the rows share every product with a weight."""
+        return grow_batch(self, states, contexts, embed, growth)
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """See DraftHead: each level is one pass of the layer over the ``top_k`` nodes of the beam."""
@@ -192,8 +204,12 @@ class AnchorLayout:
     visible: Tensor
 
     @classmethod
+    @torch.compiler.disable
     def of(cls, batch: DraftBatch) -> AnchorLayout:
-        """The layout of a batch; rows without anchors and padding of the grid see their own column 0 only."""
+        """The layout of a batch; rows without anchors and padding of the grid see their own column 0 only.
+
+        Its size depends on the data, so it stays outside what torch.compile compiles: a head makes it first.
+        """
         rows, length = batch.input_ids.shape
         row, column = batch.anchors // length, batch.anchors % length
         per_row = torch.bincount(row, minlength=rows)
@@ -224,6 +240,12 @@ class AnchorAttention:
     def append(self, key: Tensor, value: Tensor) -> None:
         """The anchors' own key and value of the next step, ``[N, kv_heads, head_dim]`` each."""
         self.chain.append((key, value))
+
+    def frozen(self) -> AnchorAttention:
+        """The same attention, which later calls of ``append`` do not reach."""
+        frozen = copy(self)
+        frozen.chain = list(self.chain)
+        return frozen
 
     def __call__(self, query: Tensor) -> Tensor:
         """Queries ``[N, heads, head_dim]`` -> attended ``[N, heads * head_dim]``."""

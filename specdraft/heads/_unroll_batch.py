@@ -1,4 +1,4 @@
-"""Drafts of several rows at once by an unrolled head: one product of every weight a level, attention row by row."""
+"""Drafts of several rows at once: one product with every weight a level, what belongs to a row row by row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdraft.core.tree import DraftTree, Proposal
+from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftContext, Embed, Features
-from specdraft.heads.base import TokenPicker
+from specdraft.heads._dynamic import GrowingTree, likeliest
+from specdraft.heads.base import DraftHead, TokenPicker
 
 if TYPE_CHECKING:
     from specdraft.heads._unroll import TreeLevel, UnrolledHead, UnrollState
@@ -29,7 +30,7 @@ def propose_batch(
     output, positions, lengths = _take_in(head, states, contexts, embed)
     plans = [state.plan(tree, positions.device) for state in states]
     pickers = [TokenPicker(head, context) for context in contexts]
-    drafted = [_choose(head, states[0], output, plans[0].levels[0], pickers)]
+    drafted = [choose(pickers, states[0].unembed(head.readout(output)), plans[0].levels[0])]
     written = 0
     for depth, level in enumerate(plans[0].levels[1:], start=1):
         size = level.query_parents.numel()
@@ -46,7 +47,7 @@ def propose_batch(
             attended.append(state.attend(query, length + written + size, plan.levels[depth].mask))
         written += size
         output = head.layer.finish(torch.cat(attended), residual)
-        drafted.append(_choose(head, states[0], output, level, pickers))
+        drafted.append(choose(pickers, states[0].unembed(head.readout(output)), level))
     found = torch.cat(drafted, dim=1)
     return [picker.proposal(own, tree) for picker, own in zip(pickers, found, strict=True)]
 
@@ -84,13 +85,57 @@ def _embed(head: UnrolledHead, embed: Embed, ids: Tensor) -> Tensor:
     return embed(ids).detach().to(head.dtype)
 
 
-def _choose(
-    head: UnrolledHead, state: UnrollState, output: Tensor, level: TreeLevel, pickers: list[TokenPicker]
-) -> Tensor:
-    """Target ids ``[B, n]`` of a level's nodes. ``state``: any of the rows', for the unembedding they share."""
-    logits = state.unembed(head.readout(output)).chunk(len(pickers))
+def choose(pickers: Sequence[TokenPicker], logits: Tensor, level: TreeLevel) -> Tensor:
+    """Target ids ``[B, n]`` of a level's nodes, from the logits ``[B * m, D]`` of its queries, row after row."""
     chosen = [
         picker.ranked(own, level.max_rank + 1)[level.rows, level.ranks]
-        for picker, own in zip(pickers, logits, strict=True)
+        for picker, own in zip(pickers, logits.chunk(len(pickers)), strict=True)
     ]
     return torch.stack(chosen)
+
+
+def grow_batch(
+    head: UnrolledHead,
+    states: Sequence[UnrollState],
+    contexts: Sequence[DraftContext],
+    embed: Embed,
+    growth: TreeGrowth,
+) -> list[Proposal]:
+    """What ``head.grow`` gives for each state and context."""
+    output, positions, lengths = _take_in(head, states, contexts, embed)
+    trees = [GrowingTree(growth.top_k, positions.device) for _ in states]
+    extend(trees, states[0].unembed(head.readout(output)), growth.top_k)
+    own = torch.eye(growth.top_k, dtype=torch.bool, device=positions.device)
+    ancestors = [own] * len(states)
+    for depth in range(1, growth.depth):
+        rows = zip(output.chunk(len(trees)), trees, strict=True)
+        parents = torch.cat([part.index_select(0, tree.origin) for part, tree in rows])
+        tokens = head.to_target_ids(torch.cat([tree.tokens for tree in trees]))
+        x, residual = head.mix(head.feedback(parents), _embed(head, embed, tokens))
+        projected = head.layer.project(x, (positions + depth).repeat_interleave(growth.top_k))
+        attended = []
+        for row, (query, key, value) in enumerate(zip(*(part.split(growth.top_k) for part in projected), strict=True)):
+            filled = lengths[row] + depth * growth.top_k
+            states[row].write(filled - growth.top_k, key, value)
+            mask = torch.cat([own.new_ones(growth.top_k, lengths[row]), ancestors[row]], dim=1)
+            attended.append(states[row].attend(query, filled, mask))
+        output = head.layer.finish(torch.cat(attended), residual)
+        extend(trees, states[0].unembed(head.readout(output)), growth.top_k)
+        ancestors = [
+            torch.cat([seen.index_select(0, tree.origin), own], dim=1)
+            for seen, tree in zip(ancestors, trees, strict=True)
+        ]
+    return [draft(head, tree, growth) for tree in trees]
+
+
+def extend(trees: Sequence[GrowingTree], logits: Tensor, count: int) -> None:
+    """Continues the beams of all rows by the ``count`` likeliest tokens of ``logits`` ``[B * w, D]``, row after row."""
+    found = likeliest(logits, count)
+    for tree, ids, scores in zip(trees, *(part.chunk(len(trees)) for part in found), strict=True):
+        tree.extend(ids, scores)
+
+
+def draft(head: DraftHead, tree: GrowingTree, growth: TreeGrowth) -> Proposal:
+    """The best nodes of a grown tree."""
+    tokens, grown = tree.best(growth.total_tokens)
+    return Proposal(head.to_target_ids(tokens)[None], grown, finite=tree.finite)

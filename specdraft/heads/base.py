@@ -7,10 +7,11 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
@@ -74,7 +75,8 @@ class DraftHead(nn.Module, ABC):
 
     ``state_dict()`` holds the trained weights and the draft-vocabulary map only: the target's embedding and lm_head
     are passed in. ``forward`` is the training entry (the only one that DDP and FSDP see), ``propose`` the decoding one,
-    and both must give the same tokens for the same prefix. ``grows``: the kind has ``grow``.
+    and both must give the same tokens for the same prefix. ``grows``: the kind has ``grow``. ``recompute``: training keeps
+    less and computes it again in the backward pass (see ``recomputed``).
     """
 
     grows: ClassVar[bool] = False
@@ -84,6 +86,7 @@ class DraftHead(nn.Module, ABC):
         self.config = config
         self.spec = spec
         self.vocab = DraftVocab(spec.vocab_size, config.draft_vocab_size) if config.draft_vocab_size else None
+        self.recompute = False
         self._selected: tuple[Tensor, Unembedding] | None = None
         self._prepared: tuple[torch.dtype, int] | None = None
 
@@ -94,6 +97,15 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """Every draft depth at every anchor: K steps of hidden ``[N, H']`` with offsets 2, 3, ..., K + 1."""
+
+    def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, whose intermediate results are computed again in the backward pass if ``recompute`` is set.
+
+        A kind calls it around what takes most memory in ``forward``; the result and its gradients are the same.
+        """
+        if not self.recompute or not torch.is_grad_enabled():
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False)
 
     def draft_steps(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """All K depths that decoding drafts, each given the text's own tokens before it; ``forward`` may train fewer."""
@@ -139,6 +151,16 @@ class DraftHead(nn.Module, ABC):
             "use decode.tree"
         )
 
+    def grow_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, growth: TreeGrowth
+    ) -> list[Proposal]:
+        """``grow`` for several rows, each with its own state and context; as ``propose_batch``.
+
+        Raises:
+            ConfigError: the kind drafts fixed trees only.
+        """
+        return [self.grow(state, own, embed, growth) for state, own in zip(states, contexts, strict=True)]
+
     def draft_unembedding(self, unembed: Unembedding) -> Unembedding:
         """The target's unembedding over the draft vocabulary; selected once per target weight, then kept."""
         if self._selected is not None and self._selected[0] is unembed.weight:
@@ -177,6 +199,10 @@ class DraftHead(nn.Module, ABC):
             ConfigError: the settings ask for the target's layer and it does not fit.
         """
         return None
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Names of the parameters with one row for every token of the draft vocabulary, in its order."""
+        return []
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids -> target token ids, any shape, int64."""
@@ -222,11 +248,23 @@ class DraftHead(nn.Module, ABC):
         return next(self.parameters()).dtype
 
 
-class TokenPicker:
-    """Turns a head's logits into one draft's tokens: the likeliest by rank, or drawn where the decoder asks for it."""
+class DraftVocabulary(Protocol):
+    """What turns ids and probabilities over a draft vocabulary into those over the target's; see ``DraftHead``."""
 
-    def __init__(self, head: DraftHead, context: DraftContext) -> None:
-        self._head = head
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Any shape, int64."""
+        ...
+
+    def to_target_probs(self, probs: Tensor) -> Tensor:
+        """``[m, D]`` -> ``[m, V]``."""
+        ...
+
+
+class TokenPicker:
+    """Turns logits into one draft's tokens: the likeliest by rank, or drawn where the decoder asks for it."""
+
+    def __init__(self, vocabulary: DraftVocabulary, context: DraftContext) -> None:
+        self._vocabulary = vocabulary
         self._sampler = context.sampler
         self._best: list[Tensor] = []
         self._probs: list[Tensor] = []
@@ -235,7 +273,7 @@ class TokenPicker:
         """``[m, D]`` -> target ids ``[m, count]``: column r is the r-th likeliest token, or the r-th that was drawn."""
         if self._sampler is not None:
             ids, probs = self._sampler(logits, count)
-            self._probs.append(self._head.to_target_probs(probs))
+            self._probs.append(self._vocabulary.to_target_probs(probs))
             best = logits.amax(dim=-1)
         elif count == 1:
             # The fastest kernel, several times as fast as argmax, and a chain needs no more.
@@ -245,7 +283,7 @@ class TokenPicker:
             values, ids = logits.topk(count, dim=-1)
             best = values[:, 0]
         self._best.append(best)
-        return self._head.to_target_ids(ids)
+        return self._vocabulary.to_target_ids(ids)
 
     def proposal(self, tokens: Tensor, tree: DraftTree, queries: Tensor | None = None) -> Proposal:
         """The draft of target ids ``tokens`` (``[N]``).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,10 @@ class MedusaHead(DraftHead):
         """Only the last hidden state."""
         return FeatureRequest()
 
+    def vocabulary_parameters(self) -> list[str]:
+        """The unshared lm_heads."""
+        return [f"lm_heads.{k}.weight" for k in range(len(self.lm_heads))]
+
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """Unshared lm_heads start as the target's rows."""
         for lm_head in self.lm_heads:
@@ -88,7 +93,8 @@ class MedusaHead(DraftHead):
         """See DraftHead: step k has offset k + 2."""
         hidden = batch.features.last_hidden.flatten(0, 1).index_select(0, batch.anchors).to(self.dtype)
         shared = self.draft_unembedding(unembed)
-        return [DraftStep(block(hidden), k + 2, self._unembed(k, shared)) for k, block in enumerate(self.blocks)]
+        drafted = [self.recomputed(block, hidden) for block in self.blocks]
+        return [DraftStep(own, k + 2, self._unembed(k, shared)) for k, own in enumerate(drafted)]
 
     def init_state(self, max_length: int, tree: DraftTree, unembed: Unembedding) -> MedusaState:
         """Medusa keeps nothing between steps but the target's unembedding."""
@@ -97,29 +103,47 @@ class MedusaHead(DraftHead):
 
     def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
         """All depths from the last committed state; node of depth k and rank r is head k's r-th token."""
-        picker = TokenPicker(self, context)
-        ranked = picker.ranked(self._logits(state, context, tree.max_depth), tree.max_rank + 1)
-        depths, ranks, queries = state.node_index(tree, ranked.device)
-        return picker.proposal(ranked[depths, ranks], tree, queries)
+        return self.propose_batch([state], [context], embed, tree)[0]
+
+    def propose_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, tree: DraftTree
+    ) -> list[Proposal]:
+        """See DraftHead: one product with every weight for all rows."""
+        drafts = []
+        for logits, context in zip(self._logits(states[0], contexts, tree.max_depth), contexts, strict=True):
+            picker = TokenPicker(self, context)
+            ranked = picker.ranked(logits, tree.max_rank + 1)
+            depths, ranks, queries = states[0].node_index(tree, ranked.device)
+            drafts.append(picker.proposal(ranked[depths, ranks], tree, queries))
+        return drafts
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """The likeliest paths by the product of the heads' probabilities, which do not depend on each other."""
-        tokens, scores = likeliest(self._logits(state, context, growth.depth), growth.top_k)
-        tree = GrowingTree(growth.total_tokens, tokens.device)
-        for depth in range(growth.depth):
-            width = tree.tokens.numel() if depth else 1
-            tree.extend(tokens[depth].expand(width, -1), scores[depth].expand(width, -1))
-        chosen, grown = tree.best(growth.total_tokens)
-        return Proposal(self.to_target_ids(chosen)[None], grown, finite=tree.finite)
+        return self.grow_batch([state], [context], embed, growth)[0]
 
-    def _logits(self, state: Any, context: DraftContext, count: int) -> Tensor:
-        """``[count, D]``: what the first ``count`` heads say after the last committed position."""
-        hidden = context.features.last_hidden[:, -1].to(self.dtype)
-        drafted = torch.cat([block(hidden) for block in self.blocks[:count]])
+    def grow_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, growth: TreeGrowth
+    ) -> list[Proposal]:
+        """See DraftHead: one product with every weight for all rows."""
+        found = likeliest(self._logits(states[0], contexts, growth.depth), growth.top_k)
+        drafts = []
+        for tokens, scores in zip(*found, strict=True):
+            tree = GrowingTree(growth.total_tokens, tokens.device)
+            for depth in range(growth.depth):
+                width = tree.tokens.numel() if depth else 1
+                tree.extend(tokens[depth].expand(width, -1), scores[depth].expand(width, -1))
+            chosen, grown = tree.best(growth.total_tokens)
+            drafts.append(Proposal(self.to_target_ids(chosen)[None], grown, finite=tree.finite))
+        return drafts
+
+    def _logits(self, state: Any, contexts: Sequence[DraftContext], count: int) -> Tensor:
+        """``[B, count, D]``: what the first ``count`` heads say after the last committed position of every row."""
+        hidden = torch.cat([context.features.last_hidden[:, -1] for context in contexts]).to(self.dtype)
+        drafted = torch.stack([block(hidden) for block in self.blocks[:count]], dim=1)
         if self.lm_heads:
-            return torch.cat([self._unembed(k, state.unembed)(drafted[k : k + 1]) for k in range(count)])
-        logits: Tensor = state.unembed(drafted)
-        return logits
+            return torch.stack([self._unembed(k, state.unembed)(drafted[:, k]) for k in range(count)], dim=1)
+        logits: Tensor = state.unembed(drafted.flatten(0, 1))
+        return logits.unflatten(0, (-1, count))
 
 
 # docs: end-head

@@ -101,15 +101,19 @@ class MLPHead(SequentialHead):
         weight = _of(self.outputs, depth).get_parameter("weight")
         return Unembedding(weight, None, unembed.scale, unembed.softcap)
 
+    def vocabulary_parameters(self) -> list[str]:
+        """The lm_heads, if they are the head's own."""
+        return [f"outputs.{k}.weight" for k in range(len(self.outputs))] if self.own_lm_head else []
+
     def seed(self, batch: DraftBatch) -> Tensor:
         """The target's last hidden states at the anchors."""
-        return self._first(batch.features.last_hidden.flatten(0, 1).index_select(0, batch.anchors))
+        return self._scaled(batch.features.last_hidden.flatten(0, 1).index_select(0, batch.anchors))
 
     def begin(self, state: SequentialState, context: DraftContext) -> Tensor:
         """The last committed hidden state."""
-        return self._first(context.features.last_hidden[0, -1:])
+        return self._scaled(context.features.last_hidden[0, -1:])
 
-    def _first(self, hidden: Tensor) -> Tensor:
+    def _scaled(self, hidden: Tensor) -> Tensor:
         """Hidden states ``[M, H]`` -> first states ``[M, H]``."""
         hidden = hidden.to(self.dtype)
         return self._normed(hidden) if self.scale_input else hidden

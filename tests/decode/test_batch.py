@@ -20,10 +20,12 @@ from specdraft.decode.plan import TreePlan
 from specdraft.decode.prompt_lookup import PromptLookupProposer
 from specdraft.decode.proposers import HeadProposer, Proposer
 from specdraft.decode.result import BatchError, DecodeResult
-from specdraft.heads.base import head_kinds
+from specdraft.decode.sampling import RowRandom, WarpedSampler
+from specdraft.heads.base import DraftHead, head_kinds
 from specdraft.targets.first_layers import first_layers
 from specdraft.targets.hf import HFTarget
 from tests.decode.oracle import VOCAB, prompt_ids
+from tests.decode.probes import one_row
 from tests.support import make_head
 from tests.tiny import tiny_models, tiny_target
 
@@ -47,6 +49,7 @@ class Knowing:
     trees: list[DraftTree | None]
     tree: DraftTree = TREE
     accepted: set[int] = field(default_factory=set)
+    draws = False
 
     def features(self) -> FeatureRequest:
         return FeatureRequest((2,))
@@ -144,25 +147,93 @@ def test_every_kind_of_proposer(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [DraftTree.chain(3), TREE, TreeGrowth(3, 4, 7)], ids=["chain", "tree", "grown"])
-def test_rows_share_the_products_of_a_head(shape: DraftTree | TreeGrowth) -> None:
+@pytest.mark.parametrize("drawn", [False, True], ids=["likeliest", "drawn"])
+@pytest.mark.parametrize("kind", list(head_kinds()))
+def test_rows_share_the_products_of_a_head(kind: str, drawn: bool, shape: DraftTree | TreeGrowth) -> None:
     target = tiny_target("llama")
-    head = make_head("eagle3", target.spec, num_draft_tokens=3).eval()
+    head = make_head(kind, target.spec, num_draft_tokens=3).eval()
+    if isinstance(shape, TreeGrowth) and not head.grows:
+        pytest.skip("drafts fixed trees only")
     decoder = SpeculativeDecoder(target, HeadProposer(head, target, shape))
+    rows = [SamplingConfig(temperature=0.9, seed=seed) if drawn else SamplingConfig() for seed in range(len(PROMPTS))]
     calls: list[int] = []
-    inner = head.mix
-
-    def spy(hidden: torch.Tensor, embedded: torch.Tensor) -> Any:
-        calls.append(hidden.shape[0])
-        return inner(hidden, embedded)
-
-    head.mix = spy
-    single = [decoder.generate(p, 12, ignore_eos=True) for p in PROMPTS]
-    alone_calls, calls[:] = len(calls), []
-    assert_same(decoder.generate_batch(PROMPTS, 12, ignore_eos=True), single)
+    for module in head.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    single = [decoder.generate(p, 12, ignore_eos=True, sampling=own) for p, own in zip(PROMPTS, rows, strict=True)]
+    alone_calls = len(calls)
+    calls.clear()
+    assert_same(decoder.generate_batch(PROMPTS, 12, ignore_eos=True, sampling=rows), single)
     assert sum(row.drafted_tokens for row in single) > 100
-    if isinstance(shape, DraftTree):
-        assert calls[0] == sum(map(len, PROMPTS))
-        assert len(calls) <= 2 * 12 * 3 < alone_calls
+    if type(head).propose_batch is not DraftHead.propose_batch:
+        assert 0 < len(calls) < alone_calls / 2
+
+
+@pytest.mark.parametrize("shape", [TREE, TreeGrowth(3, 4, 7)], ids=["tree", "grown"])
+@pytest.mark.parametrize("kind", list(head_kinds()))
+def test_drafts_of_a_batch_are_those_of_its_rows(kind: str, shape: DraftTree | TreeGrowth) -> None:
+    """Tokens, shapes and, where drawn, probabilities."""
+    target = tiny_target("llama")
+    head = make_head(kind, target.spec, num_draft_tokens=3).eval()
+    if isinstance(shape, TreeGrowth) and not head.grows:
+        pytest.skip("drafts fixed trees only")
+    proposer = HeadProposer(head, target, shape)
+
+    def contexts(sampled: bool) -> list[DraftContext]:
+        found = []
+        for row, prompt in enumerate(PROMPTS):
+            features = target.capture(one_row(prompt), head.features())
+            sampler = WarpedSampler(SamplingConfig(temperature=1.3), RowRandom(row, target.device)) if sampled else None
+            ids = torch.tensor([[*prompt[1:], 3 + row]])
+            found.append(DraftContext(ids, features, 0, [*prompt, 3 + row], sampler))
+        return found
+
+    for sampled in (False, True):
+        depths = [3, 1, 3, 2, 3]
+        single = [
+            proposer.propose(proposer.begin(80), own, depth)
+            for own, depth in zip(contexts(sampled), depths, strict=True)
+        ]
+        together = proposer.propose_batch([proposer.begin(80) for _ in PROMPTS], contexts(sampled), depths)
+        for a, b in zip(together, single, strict=True):
+            assert a is not None
+            assert b is not None
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.tree.parent_rows().tolist() == b.tree.parent_rows().tolist()
+            assert (a.probs is None) == (b.probs is None) == (not sampled or isinstance(shape, TreeGrowth))
+            if a.probs is not None and b.probs is not None:
+                torch.testing.assert_close(a.probs, b.probs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "mistral"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["likeliest", "drawn"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"min_probability": 0.12}, {"cost": 0.5}], ids=["fixed", "confident", "paced"]
+)
+def test_rows_share_the_forwards_of_a_draft_model(kind: str, drawn: bool, settings: dict[str, Any]) -> None:
+    target = family(kind)
+    model = first_layers(target, 3)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(model, VOCAB, CHAIN, **settings))
+    rows = [SamplingConfig(temperature=0.9, seed=seed) if drawn else SamplingConfig() for seed in range(len(PROMPTS))]
+    wanted = [
+        decoder.generate(p, length, ignore_eos=True, sampling=own)
+        for p, length, own in zip(PROMPTS, LENGTHS, rows, strict=True)
+    ]
+    calls: list[int] = []
+    inner = model.forward_cached
+
+    def spy(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(input_ids.shape[0])
+        return inner(input_ids, *args, **kwargs)
+
+    model.forward_cached = spy  # type: ignore[method-assign]
+    for size in (None, 3):
+        calls.clear()
+        assert_same(
+            decoder.generate_batch(PROMPTS, LENGTHS, ignore_eos=True, sampling=rows, max_batch_size=size), wanted
+        )
+        assert max(calls) == (size or 4)
+    assert sum(row.accepted_tokens for row in wanted) > 10
 
 
 def test_rows_end_for_reasons_of_their_own() -> None:

@@ -15,6 +15,7 @@ from specdraft.core.types import DraftContext, FeatureRequest
 from specdraft.decode._proposer_config import DraftModelConfig, PromptLookupConfig, SuffixConfig
 from specdraft.decode.cache import KVCache
 from specdraft.decode.draft_model import DraftModelProposer, check_vocabulary, draft_model_proposer
+from specdraft.decode.draft_pace import PATIENCE, DraftPace
 from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.prompt_lookup import NGramIndex, PromptLookupProposer
 from specdraft.decode.proposers import Proposer
@@ -87,6 +88,10 @@ PROPOSERS: dict[str, Callable[[Subject], Proposer]] = {
     "draft_model": draft_model,
     "draft_model_tree": lambda subject: draft_model(subject, TREE),
     "draft_model_confident": lambda subject: draft_model(subject, least=CONFIDENT[subject.target.spec.model_type]),
+    "draft_model_adaptive": lambda subject: DraftModelProposer(subject.relative, VOCAB, DraftTree.chain(6), cost=0.05),
+    "draft_model_adaptive_tree": lambda subject: DraftModelProposer(
+        subject.relative, VOCAB, DraftTree.from_paths(TREE), cost=0.05
+    ),
     "first_layers": lambda subject: DraftModelProposer(first_layers(subject.target, 3), VOCAB, DraftTree.chain(4)),
 }
 
@@ -99,6 +104,10 @@ class Watched:
     hint: list[int] = field(default_factory=list)
     """Text that a row of a proposer that looks up starts with: random targets hardly repeat themselves."""
     drafted: list[Proposal] = field(default_factory=list)
+
+    @property
+    def draws(self) -> bool:
+        return self.inner.draws  # type: ignore[no-any-return]
 
     @property
     def tree(self) -> DraftTree:
@@ -138,7 +147,8 @@ def test_text_is_the_targets_own(subject: Subject, name: str) -> None:
         assert [token for step in steps for token in step.tokens] == answer
         accepted.update(step.num_accepted for step in steps[1:])
     assert watched.drafted
-    assert len(accepted) >= 3, f"accepted lengths {accepted} prove little"
+    # A pace that follows what is accepted makes little of a model that is rarely right.
+    assert len(accepted) >= (2 if "adaptive" in name else 3), f"accepted lengths {accepted} prove little"
 
 
 @pytest.mark.parametrize("tree", [[[0], [0, 0], [0] * 3, [0] * 4], TREE], ids=["chain", "tree"])
@@ -161,6 +171,7 @@ class Stateless:
     model: HFTarget
     tree: DraftTree
     min_probability: float = 0.0
+    draws = False
 
     def features(self) -> FeatureRequest:
         return FeatureRequest()
@@ -175,11 +186,11 @@ class Stateless:
         for parent, rank in zip(tree.parents, tree.ranks, strict=True):
             above = paths[parent] if parent >= 0 else []
             logits = self.model.model(torch.tensor([[*state, *above]])).logits[0, -1]
+            paths.append([*above, int(logits.topk(rank + 1).indices[rank])])
             if logits.softmax(-1).max() < self.min_probability:
                 tree = DraftTree.chain(len(paths))
                 break
-            paths.append([*above, int(logits.topk(rank + 1).indices[rank])])
-        return Proposal(torch.tensor([[path[-1] for path in paths]]), tree) if paths else None
+        return Proposal(torch.tensor([[path[-1] for path in paths]]), tree)
 
 
 @pytest.mark.parametrize("shape", ["chain", "confident", "tree"])
@@ -203,7 +214,57 @@ def test_a_cache_rolled_back_in_step_equals_a_fresh_one(subject: Subject, shape:
         assert found.drafted_tokens == wanted.drafted_tokens
     assert 0 < found.accepted_tokens < found.drafted_tokens
     if shape == "confident":
-        assert found.drafted_tokens < 4 * found.num_steps - 6
+        assert found.num_steps < found.drafted_tokens < 4 * found.num_steps - 6
+
+
+class Counting(HFTarget):
+    """Notes how many tokens each forward runs."""
+
+    sizes: list[int]
+
+    def forward_cached(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.sizes.append(input_ids.numel())
+        return super().forward_cached(input_ids, *args, **kwargs)
+
+
+@pytest.mark.parametrize("tree", [DraftTree.chain(4), DraftTree.from_paths(TREE)], ids=["chain", "tree"])
+def test_nothing_accepted_runs_twice(subject: Subject, tree: DraftTree) -> None:
+    """A draft starts with the root and, where the last accepted node was not continued, that one before it."""
+    prompt, _ = subject.answers[0]
+    seen = set()
+    # The target itself is always right.
+    for source in (subject.relative, subject.target):
+        model = Counting(source.model, source.layout, source.spec)
+        model.sizes = []
+        decoder = SpeculativeDecoder(subject.target, DraftModelProposer(model, VOCAB, tree))
+        wanted = {len(prompt) + 1}
+        for step in decoder.stream(prompt, LENGTH, ignore_eos=True):
+            if not model.sizes:
+                continue
+            assert model.sizes[0] in wanted
+            seen.add(model.sizes[0])
+            # A chain of d tokens takes d forwards; of a tree it depends on the path.
+            wanted = {1 + (step.num_accepted == len(model.sizes))} if tree.is_chain else {1, 2}
+            model.sizes.clear()
+    assert seen == {len(prompt) + 1, 1, 2}
+
+
+def test_depth_follows_what_was_accepted() -> None:
+    pace = DraftPace(0.1, 8)
+    assert pace.next_depth() >= 4
+    for _ in range(20):
+        pace.count(pace.next_depth(), 0)
+    assert pace.rate < 0.2
+    depths = [pace.next_depth() for _ in range(2 * PATIENCE + 2)]
+    assert sorted(set(depths)) == [0, 1]
+    assert depths.count(1) == 2
+    for _ in range(60):
+        depth = pace.next_depth()
+        pace.count(depth, depth)
+    assert pace.next_depth() == 8
+    # What costs as much as the target never pays, what is free always does.
+    assert DraftPace(1.0, 4).next_depth() == 0
+    assert DraftPace(0.0, 4).next_depth() == 4
 
 
 @pytest.mark.parametrize(
@@ -283,6 +344,9 @@ def test_vocabularies_that_differ_are_refused() -> None:
 def test_settings_of_the_draft_model() -> None:
     target = build("llama")
     proposer = draft_model_proposer(DraftModelConfig(), target)
+    assert proposer.cost is not None
+    assert 0.6 < proposer.cost < 0.95
+    assert draft_model_proposer(DraftModelConfig(adaptive=False), target).cost is None
     assert proposer.model.spec.num_hidden_layers == 3
     assert proposer.tree == DraftTree.chain(4)
     proposer = draft_model_proposer(DraftModelConfig(layers=1, tree=TREE), target)

@@ -69,6 +69,7 @@ def test_a_proposer_is_measured(words: list[str], kind: str, capsys: pytest.Capt
             "num_draft_tokens": None,
             "tree": None,
             "min_probability": 0.0,
+            "adaptive": True,
         }
     assert f"{kind} on target" in capsys.readouterr().out
 
@@ -111,6 +112,24 @@ def test_a_comparison_with_a_head_that_does_not_fit_measures_nothing(capsys: pyt
     first, second = found.err.splitlines()
     assert "head: was trained for a target with num_hidden_layers 1, got 4 (target)" in first
     assert "decode.num_draft_tokens: deeper than the head drafts (2), got depth 9" in second
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{kind: draft_model, name: other}", "proposer.name: its vocabulary is not the target's"),
+        ("{kind: draft_model, name: missing/}", "proposer.name: "),
+        ("{kind: draft_model, layers: 9}", "proposer.layers: the model has 4, got 9; use fewer"),
+    ],
+)
+def test_a_comparison_with_a_draft_model_that_does_not_fit_measures_nothing(
+    bad: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*EVAL, f"proposers=[none,{bad}]"]) == 2
+    found = capsys.readouterr()
+    assert "measuring" not in found.out
+    assert message in found.err
+    assert found.err.count("\n") == 1
 
 
 def test_a_comparison_says_which_shape_a_head_has(capsys: pytest.CaptureFixture[str]) -> None:
