@@ -27,6 +27,8 @@ from tests.tiny import VOCAB_SIZE, tiny_target
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle": {"input_noise": 0.0},
     "eagle3": {"draft_vocab_size": 48},
+    "dflash": {"num_layers": 2},
+    "peagle": {"num_layers": 2, "keep_ratio": 1.0},
 }
 """Settings beside the defaults of a kind: no random noise, so that runs can be compared."""
 
@@ -79,7 +81,7 @@ def make_run(
 ) -> TrainInputs:
     """A run in this process (and in its peers under a launcher)."""
     reset_accelerator()
-    settings = TrainerConfig(**{"mixed_precision": "no", "log_every": 1, **(trainer or {})})
+    settings = TrainerConfig(**{"mixed_precision": "no", "log_every": 1, "prefetch": 0, **(trainer or {})})
     accelerator = make_accelerator(settings, "cpu")
     data = rows if rows is not None else make_rows()
     return TrainInputs(

@@ -70,7 +70,9 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     if tuned.plain:
         return target, SpeculativeDecoder(target, tokenizer=target.tokenizer)
     tree = draft_tree(tuned.decode, head.config.num_draft_tokens)
-    return target, SpeculativeDecoder(target, HeadProposer(head, target, tree), target.tokenizer)
+    return target, SpeculativeDecoder(
+        target, HeadProposer(head, target, tree, tuned.decode.min_confidence), target.tokenizer
+    )
 
 
 def prompt_ids(cfg: GenerateRun, tokenizer: PreTrainedTokenizerBase) -> list[int]:

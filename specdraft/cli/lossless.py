@@ -59,12 +59,13 @@ def checked_proposer(cfg: DoctorRun, target: HFTarget) -> HeadProposer:
         from dataclasses import asdict
 
         # With all tokens in the draft vocabulary no data is needed to choose them.
-        settings = {key: value for key, value in asdict(cfg.head).items() if key not in ("kind", "draft_vocab_size")}
+        left_out = ("kind", "draft_vocab_size", "draft_vocab_coverage")
+        settings = {key: value for key, value in asdict(cfg.head).items() if key not in left_out}
         head = head_config(cfg.head.kind, settings).build(target.spec)
         head.to(device=target.device, dtype=target.dtype)
         head.init_from_target(target.embed, target.unembedding)
     tree = draft_tree(cfg.decode, head.config.num_draft_tokens)
-    return HeadProposer(head.eval().requires_grad_(False), target, tree)
+    return HeadProposer(head.eval().requires_grad_(False), target, tree, cfg.decode.min_confidence)
 
 
 def greedy_verdict(found: GreedyIdentity) -> tuple[str, str]:

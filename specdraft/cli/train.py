@@ -76,12 +76,15 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
     from specdraft.data.batching import BatchPlan
     from specdraft.data.chat import pad_token_id
     from specdraft.data.prepare import prepare
+    from specdraft.heads.storage import check_source_kind
     from specdraft.losses.objectives import Objective
     from specdraft.targets.hf import load_target
     from specdraft.train.inputs import TrainInputs
     from specdraft.train.trackers import build_tracker
 
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    if cfg.trainer.warm_start is not None:
+        check_source_kind(cfg.trainer.warm_start, cfg.head.kind)
     target = load_target(replace(cfg.target, device=str(accelerator.device)))
     data = prepare(cfg.data, target, cfg.data_dir, rank=rank, world_size=world_size)
     for line in data_lines(data.manifest):
@@ -122,27 +125,27 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
 def build_head(cfg: ExperimentRun, target: HFTarget, data: PreparedData, console: Console) -> DraftHead:
     """The untrained head, its draft vocabulary chosen from what is supervised, initialised from the target."""
     from specdraft.data.chat import ChatRenderer
-    from specdraft.data.prepared import token_counts
-    from specdraft.heads._vocab import choose_draft_vocab, coverage
+    from specdraft.heads.storage import check_head_matches, load_head, start_from
+    from specdraft.train.vocabulary import choose_vocabulary
 
-    head = cfg.head.build(target.spec)
-    counts = token_counts(data, target.spec.vocab_size)
-    if head.vocab is not None:
-        assert target.tokenizer is not None
-        renderer = ChatRenderer(target.tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking)
-        always = {*target.spec.eos_token_ids, *renderer.end_of_turn_ids}
-        chosen = choose_draft_vocab(counts, head.vocab.d2t.numel(), always)
-        head.vocab.set_tokens(chosen)
-        seen = int((counts > 0).sum())
-        console.print(
-            f"draft vocabulary: {len(chosen):,} of {target.spec.vocab_size:,} tokens cover "
-            f"{coverage(counts, chosen):.2%} of the supervised tokens ({seen:,} distinct)"
-        )
+    assert target.tokenizer is not None
+    renderer = ChatRenderer(target.tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking)
+    always = {*renderer.end_of_turn_ids, *renderer.marker_ids}
+    vocabulary = choose_vocabulary(cfg.head, data, target.spec, always)
+    head = vocabulary.config.build(target.spec)
+    if head.vocab is not None and vocabulary.token_ids is not None:
+        head.vocab.set_tokens(vocabulary.token_ids)
+    for line in vocabulary.lines:
+        console.print(line)
     head.to(target.device)
     head.init_from_target(target.embed, target.unembedding)
     started = head.init_layer(target.last_layer())
     if started is not None:
         console.print(started)
+    if cfg.trainer.warm_start is not None:
+        source = load_head(cfg.trainer.warm_start, device=target.device, dtype=head.dtype)
+        check_head_matches(source, target.spec)
+        console.print(start_from(head, source), markup=False)
     return head
 
 

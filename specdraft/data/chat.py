@@ -135,6 +135,12 @@ class ChatRenderer:
         """Token ids of ``end_of_turn``; empty when the template writes none."""
         return self._encode_after(self.end_of_turn or "")
 
+    @cached_property
+    def marker_ids(self) -> list[int]:
+        """Ids of the tokens of their own (role markers, end of turn, thinking, tools) that the template writes."""
+        added = self.tokenizer.get_added_vocab()
+        return sorted(number for token, number in added.items() if token in self.template)
+
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids from which the target writes the next answer: the messages and the generation prompt.
 

@@ -74,6 +74,21 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
     return torch.bincount(data.input_ids[data.loss_mask].long(), minlength=vocab_size)
 
 
+def held_out_counts(data: PreparedData, vocab_size: int, every: int = 10) -> tuple[Tensor, Tensor] | None:
+    """Two ``token_counts``: of the rows but one in ``every``, and of these; None with fewer than ``every`` rows.
+
+    What is chosen by the first is measured fairly by the second.
+    """
+    if len(data) < every:
+        return None
+    row = torch.repeat_interleave(torch.arange(len(data)), data.offsets.diff())
+    left_out = row % every == 0
+    ids = data.input_ids.long()
+    parts = (ids[data.loss_mask & ~left_out], ids[data.loss_mask & left_out])
+    kept, held = (torch.bincount(part, minlength=vocab_size) for part in parts)
+    return kept, held
+
+
 def save_prepared(folder: Path, rows: Sequence[TokenRow], manifest: dict[str, Any]) -> PreparedData:
     """Writes rows and manifest to ``folder``, which appears whole or not at all.
 

@@ -25,6 +25,9 @@ class DecodeConfig:
     """Levels of a grown tree; null = the depth the head was trained for."""
     dynamic_top_k: int | None = None
     """Nodes continued at each level of a grown tree, and continuations of each; null = 8."""
+    min_confidence: float | None = None
+    """Of a chain by a head with a confidence head: the draft ends before the first token whose path, itself included, is
+    accepted with a lower estimated chance than this; null = drafts of full length."""
     head_dtype: str | None = None
     """Dtype of the head: null = the target's. bfloat16 halves what a draft reads beside a float32 target; the text stays
     the target's own, since a head only proposes."""
@@ -47,6 +50,15 @@ class DecodeConfig:
                 f"decode.head_dtype: unknown, got {self.head_dtype!r}; use null or {', '.join(HEAD_DTYPES)}"
             )
         self._check_dynamic()
+        if self.min_confidence is not None and not 0.0 < self.min_confidence < 1.0:
+            raise ConfigError(
+                f"decode.min_confidence: must lie between 0 and 1 or be null, got {self.min_confidence}; use e.g. 0.3"
+            )
+        if self.min_confidence is not None and (self.tree is not None or self.dynamic_total_tokens is not None):
+            raise ConfigError(
+                f"decode.min_confidence: cuts chains alone, got {self.min_confidence}; set decode.tree and "
+                "decode.dynamic_total_tokens to null"
+            )
         if self.tree is None:
             return
         if self.num_draft_tokens is not None:
@@ -58,7 +70,8 @@ class DecodeConfig:
     @property
     def has_shape(self) -> bool:
         """Whether the draft's shape is given rather than left to the head."""
-        return self.tree is not None or self.num_draft_tokens is not None or self.dynamic_total_tokens is not None
+        given = (self.tree, self.num_draft_tokens, self.dynamic_total_tokens, self.min_confidence)
+        return any(value is not None for value in given)
 
     @property
     def shapes_heads(self) -> bool:

@@ -43,7 +43,14 @@ def head_subject(target: HFTarget, head: DraftHead, decode: DecodeConfig, head_s
     """
     head.eval().requires_grad_(False)
     shape = draft_tree(decode, head.config.num_draft_tokens)
-    return Subject(HeadProposer(head, target, shape), shape, "head", {}, _head_identity(head, head_sha256), head)
+    return Subject(
+        HeadProposer(head, target, shape, decode.min_confidence),
+        shape,
+        "head",
+        {},
+        _head_identity(head, head_sha256),
+        head,
+    )
 
 
 def method_subject(target: HFTarget, config: ProposerConfig) -> Subject:

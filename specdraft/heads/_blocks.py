@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdraft.core.errors import ConfigError
 from specdraft.core.types import LayerWeights, TargetSpec
 from specdraft.heads._config import DraftLayerConfig
 
@@ -149,3 +150,33 @@ class DraftLayer(nn.Module):
         gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden)).chunk(2, -1)
         output: Tensor = hidden + self.down_proj(nn.functional.silu(gate) * up)
         return output
+
+
+def start_first_layer(
+    layer_init: str, draft: DraftLayer, layer: LayerWeights | None, fc: nn.Linear, norm: RMSNorm
+) -> str:
+    """Starts a layer over ``[embedding; fused features]`` from the target's last layer over the last fused features.
+
+    What it predicts first is the target's own next token. layer_init: auto, target or random. layer: None where the target
+    has no plain one. fc: fuses the features. norm: before the lm_head.
+
+    Returns:
+        A line for the log.
+
+    Raises:
+        ConfigError: the target's layer is asked for and does not fit.
+    """
+    if layer_init == "random":
+        return "draft layer: starts at random"
+    if layer is not None and draft.start_from(layer, layer.attention_norm):
+        with torch.no_grad():
+            fc.weight.zero_()
+            fc.weight[:, -fc.out_features :].fill_diagonal_(1.0)
+            norm.weight.copy_(layer.final_norm)
+        return "draft layer: starts from the target's last layer"
+    reason = "it has other sizes" if layer is not None else "it is built in another way"
+    if layer_init == "target":
+        raise ConfigError(
+            f"head.layer_init: the target's last layer does not fit the draft layer ({reason}), got target; use auto"
+        )
+    return f"draft layer: starts at random, the target's last layer does not fit ({reason})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ class HeadConfig:
     """Depth K: how many tokens ahead of the target's own next token the head is trained to draft."""
     draft_vocab_size: int | None = None
     """Number of tokens the head can draft (D), the most frequent of the training answers; null = all of them."""
+    draft_vocab_coverage: float | None = None
+    """In the place of draft_vocab_size: as many of the most frequent tokens as make up this share of the training answers,
+    rounded up to a multiple of 64. A saved head has the size instead."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_draft_tokens <= 32:
@@ -34,6 +38,32 @@ class HeadConfig:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 2:
             raise ConfigError(
                 f"head.draft_vocab_size: must be at least 2 or null, got {self.draft_vocab_size}; use null or e.g. 8192"
+            )
+        if self.draft_vocab_coverage is not None and not 0.0 < self.draft_vocab_coverage <= 1.0:
+            raise ConfigError(
+                f"head.draft_vocab_coverage: must lie in (0, 1] or be null, got {self.draft_vocab_coverage}; use e.g. 0.99"
+            )
+        if self.draft_vocab_coverage is not None and self.draft_vocab_size is not None:
+            raise ConfigError(
+                f"head.draft_vocab_coverage: contradicts head.draft_vocab_size ({self.draft_vocab_size}), "
+                f"got {self.draft_vocab_coverage}; set one to null"
+            )
+
+    @property
+    def estimates_acceptance(self) -> bool:
+        """Whether the head says of every depth of a chain how likely sampling accepts it."""
+        return False
+
+    def check_terms(self, terms: Iterable[str]) -> None:
+        """Raises ConfigError where the terms of a loss cannot train this head."""
+        if "confidence" in terms and not self.estimates_acceptance:
+            raise ConfigError(
+                f"loss.terms.confidence: this head estimates no acceptance, got head.kind {self.kind}; remove the term or "
+                "use head=dflash head.confidence_head=true"
+            )
+        if self.estimates_acceptance and "confidence" not in terms:
+            raise ConfigError(
+                "head.confidence_head: is trained by loss.terms.confidence alone, got true without it; use loss=dspark"
             )
 
     def build(self, spec: TargetSpec) -> DraftHead:
@@ -74,3 +104,47 @@ class DraftLayerConfig(HeadConfig):
                 f"got {count}; use null or {spec.num_attention_heads}"
             )
         return count
+
+
+LAYER_INITS = ("auto", "target", "random")
+
+
+def check_layer_init(value: str) -> None:
+    """Raises ConfigError unless ``value`` says what a draft layer starts from."""
+    if value not in LAYER_INITS:
+        raise ConfigError(f"head.layer_init: unknown, got {value!r}; use {', '.join(LAYER_INITS)}")
+
+
+@dataclass(slots=True, kw_only=True)
+class FusedLayersConfig(DraftLayerConfig):
+    """Settings of the kinds that read hidden states of several layers of the target."""
+
+    aux_layers: list[int] | None = None
+    """Layers read, as indices into Hugging Face hidden_states (0 = embeddings); null = a choice of the kind."""
+
+    def __post_init__(self) -> None:
+        DraftLayerConfig.__post_init__(self)
+        layers = self.aux_layers
+        if layers is not None and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
+            raise ConfigError(
+                f"head.aux_layers: must be distinct indices from 0, got {layers}; use e.g. [3, 16, 28] or null"
+            )
+
+    def layers_of(self, spec: TargetSpec) -> tuple[int, ...]:
+        """The layers read of a target; the defaults are made distinct on shallow ones.
+
+        Raises:
+            ConfigError: a layer that the target does not have.
+        """
+        count = spec.num_hidden_layers
+        if self.aux_layers is None:
+            return tuple(sorted({min(max(layer, 1), max(count - 1, 1)) for layer in self.default_layers(count)}))
+        if max(self.aux_layers) > count:
+            raise ConfigError(
+                f"head.aux_layers: the target has hidden_states[0..{count}], got {self.aux_layers}; use smaller indices"
+            )
+        return tuple(self.aux_layers)
+
+    def default_layers(self, count: int) -> list[int]:
+        """Of a target with ``count`` layers: the outputs of blocks {2, n/2, n-3} counted from 0 (EAGLE-3)."""
+        return [3, count // 2 + 1, count - 2]

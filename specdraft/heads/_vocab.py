@@ -95,6 +95,30 @@ def choose_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) ->
     return sorted([*chosen, *order[: size - len(chosen)].tolist()])
 
 
+def size_for_coverage(counts: Tensor, share: float, always: Iterable[int] = (), multiple: int = 64) -> int:
+    """The smallest draft vocabulary that covers ``share`` of ``counts`` with the tokens of ``always`` in it.
+
+    Rounded up to a ``multiple``, which suits matrix products, and at most V.
+
+    Raises:
+        ConfigError: nothing was counted.
+    """
+    total = int(counts.sum())
+    if not total:
+        raise ConfigError(
+            f"head.draft_vocab_coverage: no supervised tokens to cover, got {share}; set head.draft_vocab_size instead"
+        )
+    kept = torch.tensor(sorted(set(always)), dtype=torch.int64)
+    rest = counts.clone()
+    rest[kept] = 0
+    covered = rest.sort(descending=True).values.cumsum(0) + counts[kept].sum()
+    # Counts are whole, so the share is met to the token; a share of 1 takes every token that was seen.
+    needed = -(-share * total // 1)
+    more = 0 if int(counts[kept].sum()) >= needed else int((covered < needed).sum()) + 1
+    size = kept.numel() + more
+    return min(-(-size // multiple) * multiple, counts.numel())
+
+
 def coverage(counts: Tensor, token_ids: Iterable[int]) -> float:
     """Share of the occurrences ``counts`` (``[V]``) that fall on ``token_ids``; 0.0 when nothing was counted."""
     total = int(counts.sum())

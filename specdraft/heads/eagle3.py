@@ -9,22 +9,17 @@ from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
 from specdraft.core.types import Embed, FeatureRequest, Features, LayerWeights, TargetSpec, Unembedding
-from specdraft.heads._blocks import DraftLayer, RMSNorm
-from specdraft.heads._config import DraftLayerConfig
+from specdraft.heads._blocks import DraftLayer, RMSNorm, start_first_layer
+from specdraft.heads._config import FusedLayersConfig, check_layer_init
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads.base import register_head
-
-LAYER_INITS = ("auto", "target", "random")
 
 
 @register_head("eagle3")
 @dataclass(slots=True, kw_only=True)
-class Eagle3Config(DraftLayerConfig):
+class Eagle3Config(FusedLayersConfig):
     """Settings of an EAGLE-3 head, with the switches of EAGLE-3.1."""
 
-    aux_layers: list[int] | None = None
-    """Fused layers, as indices into Hugging Face hidden_states (0 = embeddings); null = 3, n/2 + 1 and n - 2 of n layers,
-    the outputs of blocks {2, n/2, n-3} counted from 0."""
     norm_before_residual: bool = False
     """True: the residual is the normed hidden state (some published heads); False: the hidden state as it is."""
 
@@ -39,18 +34,12 @@ class Eagle3Config(DraftLayerConfig):
     like the draft layer (the log says which)."""
 
     def __post_init__(self) -> None:
-        DraftLayerConfig.__post_init__(self)
-        if self.layer_init not in LAYER_INITS:
-            raise ConfigError(f"head.layer_init: unknown, got {self.layer_init!r}; use {', '.join(LAYER_INITS)}")
+        FusedLayersConfig.__post_init__(self)
+        check_layer_init(self.layer_init)
         if self.unroll_steps is not None and not 1 <= self.unroll_steps <= self.num_draft_tokens:
             raise ConfigError(
                 f"head.unroll_steps: must lie in 1..head.num_draft_tokens ({self.num_draft_tokens}) or be null, "
                 f"got {self.unroll_steps}; use null"
-            )
-        layers = self.aux_layers
-        if layers is not None and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
-            raise ConfigError(
-                f"head.aux_layers: must be distinct indices from 0, got {layers}; use e.g. [3, 16, 28] or null"
             )
 
     def build(self, spec: TargetSpec) -> Eagle3Head:
@@ -60,18 +49,6 @@ class Eagle3Config(DraftLayerConfig):
             ConfigError: an aux layer the target does not have.
         """
         return Eagle3Head(self, spec)
-
-    def layers_of(self, spec: TargetSpec) -> tuple[int, ...]:
-        """The fused layers for a target; the defaults are clamped and made distinct on shallow ones."""
-        count = spec.num_hidden_layers
-        if self.aux_layers is None:
-            wanted = (3, count // 2 + 1, count - 2)
-            return tuple(sorted({min(max(layer, 1), max(count - 1, 1)) for layer in wanted}))
-        if max(self.aux_layers) > count:
-            raise ConfigError(
-                f"head.aux_layers: the target has hidden_states[0..{count}], got {self.aux_layers}; use smaller indices"
-            )
-        return tuple(self.aux_layers)
 
 
 class Eagle3Head(UnrolledHead):
@@ -106,23 +83,13 @@ class Eagle3Head(UnrolledHead):
         """The lm_head starts as the target's rows of the draft vocabulary."""
         self.lm_head.weight.data.copy_(self.draft_unembedding(unembed).weight)
 
+    def vocabulary_parameters(self) -> list[str]:
+        """The lm_head."""
+        return ["lm_head.weight"]
+
     def init_layer(self, layer: LayerWeights | None) -> str | None:
         """The target's last layer over the last fused layer: what is predicted first is the target's own next token."""
-        if self.layer_init == "random":
-            return "draft layer: starts at random"
-        if layer is not None and self.layer.start_from(layer, layer.attention_norm):
-            size = self.spec.hidden_size
-            with torch.no_grad():
-                self.fc.weight.zero_()
-                self.fc.weight[:, -size:].fill_diagonal_(1.0)
-                self.norm.weight.copy_(layer.final_norm)
-            return "draft layer: starts from the target's last layer"
-        reason = "it has other sizes" if layer is not None else "it is built in another way"
-        if self.layer_init == "target":
-            raise ConfigError(
-                f"head.layer_init: the target's last layer does not fit the draft layer ({reason}), got target; use auto"
-            )
-        return f"draft layer: starts at random, the target's last layer does not fit ({reason})"
+        return start_first_layer(self.layer_init, self.layer, layer, self.fc, self.norm)
 
     def seed(self, features: Features) -> Tensor:
         """The fused features."""

@@ -114,6 +114,10 @@ class HydraHead(SequentialHead):
         count = 0 if config.shared_lm_head else depths
         self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=False) for _ in range(count))
 
+    def vocabulary_parameters(self) -> list[str]:
+        """The unshared lm_heads."""
+        return [f"lm_heads.{k}.weight" for k in range(len(self.lm_heads))]
+
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """Unshared lm_heads start as the target's rows."""
         for lm_head in self.lm_heads:

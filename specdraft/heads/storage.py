@@ -180,6 +180,55 @@ def load_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], source: str 
         head.vocab.check()
 
 
+def check_source_kind(source: str | Path, kind: str) -> None:
+    """Raises CheckpointError or ConfigError unless ``source`` is a head of ``kind`` to start training from."""
+    given = read_head_config(resolve_head(source))["kind"]
+    if given != kind:
+        raise ConfigError(
+            f"trainer.warm_start: the head to start from is of another kind, got {given} for {kind}; use head={given}"
+        )
+
+
+def start_from(head: DraftHead, source: DraftHead) -> str:
+    """Copies the weights of ``source``, of the same kind, into ``head``, whose draft vocabulary may be another.
+
+    Rows of tokens that both can draft are copied; those of new tokens stay what ``init_from_target`` made them.
+
+    Returns:
+        A line for the log.
+
+    Raises:
+        ConfigError: settings that give the weights other names or shapes.
+    """
+    mine, given = dict(head.named_parameters()), dict(source.named_parameters())
+    by_token = set(head.vocabulary_parameters())
+    wrong = sorted(set(mine) ^ set(given)) or sorted(
+        name for name in mine if mine[name].shape[name in by_token :] != given[name].shape[name in by_token :]
+    )
+    if wrong:
+        raise ConfigError(
+            f"trainer.warm_start: the heads differ in {wrong[0]}, got settings of another shape; use those of the head to "
+            "start from, but for the draft vocabulary"
+        )
+    every = torch.arange(head.spec.vocab_size)
+    ids = every if head.vocab is None else head.vocab.draft_token_ids().cpu()
+    places = ids if source.vocab is None else source.vocab.to_draft(ids.to(source.vocab.t2d.device)).cpu()
+    known = places >= 0
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            value = given[name].to(parameter)
+            if name in by_token:
+                rows = known.nonzero().flatten().to(parameter.device)
+                parameter.index_copy_(0, rows, value.index_select(0, places[known].to(value.device)))
+            else:
+                parameter.copy_(value)
+        for name, buffer in head.named_buffers():
+            if name in head.state_dict() and not name.startswith("vocab."):
+                buffer.copy_(source.get_buffer(name))
+    kept = f"; {int(known.sum()):,} of {ids.numel():,} draft tokens were known to it" if by_token else ""
+    return f"weights: start from the given {source.config.kind} head{kept}"
+
+
 def check_head_matches(head: DraftHead, spec: TargetSpec) -> None:
     """Raises CheckpointError when ``head`` was trained for another target than ``spec`` describes."""
     mine = head.spec

@@ -116,6 +116,15 @@ class TrainerConfig:
     ema_decay: float | None = None
     """Share of the average that stays at each step when the weights are averaged (EMA): then the average is measured and
     saved, and checkpoints hold both; null = the weights themselves."""
+    gradient_checkpointing: bool = False
+    """The head's layers keep their inputs only and run again in the backward pass: less memory for more time."""
+    compile: bool = False
+    """The head's forward and backward are compiled by torch.compile; the first steps take a minute or more."""
+    prefetch: int = 2
+    """Optimizer steps whose rows a thread puts into batches while earlier ones train; 0 = none."""
+    warm_start: str | None = None
+    """Folder or Hub id of a head of the same kind whose weights training starts from; its draft vocabulary may be another.
+    Null = the head's own start."""
     skip_nonfinite: bool = False
     """A step whose loss or gradient is not finite is skipped and counted; false = training stops there."""
 
@@ -135,6 +144,15 @@ class TrainerConfig:
             raise ConfigError(
                 f"trainer.ema_decay: must lie between 0 and 1 or be null, got {self.ema_decay}; use e.g. 0.999"
             )
+        if self.compile and self.gradient_checkpointing:
+            raise ConfigError(
+                "trainer.gradient_checkpointing: torch.compile chooses itself what is computed again, got true with "
+                "trainer.compile; use one of them"
+            )
+        if self.warm_start is not None and not self.warm_start:
+            raise ConfigError("trainer.warm_start: must not be empty, got ''; give a folder or a Hub id, or null")
+        if self.prefetch < 0:
+            raise ConfigError(f"trainer.prefetch: must not be negative, got {self.prefetch}; use 0 for none")
         if self.eval_prompts < 0:
             raise ConfigError(f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none")
         if self.mixed_precision not in PRECISIONS:

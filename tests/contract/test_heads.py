@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -31,6 +33,15 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
         "plusplus": {},
         "plain": {"num_layers": 1, "prefix_attention": False, "norm_embeddings": False, "shared_lm_head": False},
     },
+    "dflash": {
+        "plain": {"num_layers": 2},
+        "causal": {"num_layers": 1, "causal": True, "anchor_predicts": True, "mask_token_id": 1},
+        "spark": {"num_layers": 2, "anchor_predicts": True, "markov_rank": 8, "confidence_head": True},
+    },
+    "peagle": {
+        "plain": {"num_layers": 2, "keep_ratio": 1.0},
+        "one_layer": {"num_layers": 1, "keep_ratio": 1.0, "aux_layers": [2]},
+    },
     "mlp": {
         "lean": {},
         "untied": {"tie_weights": False, "inner_size": 24, "scale_input": False},
@@ -50,8 +61,16 @@ def teacher_of(world: World, head: DraftHead) -> Teacher:
     return Teacher(world.unembed, head.draft_unembedding(world.unembed), head.label_map())
 
 
-def loss_of(world: World, head: DraftHead, tokens: TokenBatch, config: LossConfig | None = None) -> torch.Tensor:
-    objective = Objective(config or LossConfig())
+def objective_of(head: DraftHead, term: str = "soft_ce") -> Objective:
+    """One term, and the one that a confidence head needs."""
+    terms = {term: 1.0}
+    if asdict(head.config).get("confidence_head"):
+        terms["confidence"] = 1.0
+    return Objective(LossConfig(terms=terms))
+
+
+def loss_of(world: World, head: DraftHead, tokens: TokenBatch, term: str = "soft_ce") -> torch.Tensor:
+    objective = objective_of(head, term)
     batch = draft_batch(world, head, tokens)
     result = objective(head(batch, world.embed, world.unembed), batch, teacher_of(world, head))
     return result.loss_sum / objective.denominator(batch)
@@ -101,7 +120,7 @@ def test_a_batch_without_anchors_gives_a_zero_with_a_graph(kind: str, settings: 
     w = world()
     head = make_head(kind, w.spec, **settings)
     batch = draft_batch(w, head, token_batch([6, 4], [(0, 0), (0, 0)]))
-    result = Objective(LossConfig())(head(batch, w.embed, w.unembed), batch, teacher_of(w, head))
+    result = objective_of(head)(head(batch, w.embed, w.unembed), batch, teacher_of(w, head))
     result.loss_sum.backward()
     assert result.loss_sum.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
@@ -112,12 +131,11 @@ def test_one_batch_overfits(kind: str, settings: dict[str, object]) -> None:
     w = world()
     head = make_head(kind, w.spec, **{**settings, "draft_vocab_size": None})
     tokens = token_batch([12, 10], [(4, 12), (3, 10)])
-    config = LossConfig(terms={"hard_ce": 1.0})
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    first = loss_of(w, head, tokens, config).item()
+    first = loss_of(w, head, tokens, "hard_ce").item()
     for _ in range(60):
         optimizer.zero_grad()
-        loss = loss_of(w, head, tokens, config)
+        loss = loss_of(w, head, tokens, "hard_ce")
         loss.backward()
         optimizer.step()
     assert loss.item() < first * 0.3

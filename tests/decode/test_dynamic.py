@@ -110,7 +110,8 @@ def test_heads_grow_the_tree_of_the_paper(kind: str, size: int | None) -> None:
         found = paths_of(proposal)
         assert len(set(found)) == len(found)
         assert max(map(len, found)) <= proposal.tree.max_depth <= growth.depth
-        width = growth.total_tokens if kind == "medusa" else growth.top_k
+        # Where depths do not depend on each other, a wider beam costs no forward.
+        width = growth.total_tokens if kind in ("medusa", "dflash", "peagle") else growth.top_k
         assert set(found) == grow_by_hand(row.after, growth, width)
 
 

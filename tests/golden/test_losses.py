@@ -26,7 +26,7 @@ LOSS = {"terms": {"soft_ce": 1.0, "hard_ce": 0.5, "smooth_l1": 0.1}}
 def losses(kind: str, folder: Path) -> list[float]:
     """The loss of every step."""
     torch.set_num_threads(1)
-    noise = {"input_noise": 0.1} if kind == "eagle" else {}
+    noise = {"eagle": {"input_noise": 0.1}, "peagle": {"keep_ratio": 0.7}}.get(kind, {})
     run = make_run(
         folder,
         head=make_head(kind, **noise),
