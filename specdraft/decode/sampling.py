@@ -11,8 +11,8 @@ from specdraft.core.errors import ConfigError
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.plan import TreePlan
 
-NUCLEUS_TRY = 512
-"""Most likely tokens among which the nucleus is looked for before all are sorted, on a CPU."""
+NUCLEUS_TRIES = (64, 512, 4096)
+"""Most likely tokens among which the nucleus of a row is looked for before all are sorted, on a CPU."""
 ABSENT = -1
 """In place of a token where there is none."""
 
@@ -89,20 +89,24 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
     """The most likely tokens of every row until together they reach ``top_p``; the one that reaches it is in."""
     total = scores.logsumexp(dim=-1, keepdim=True)
     size = scores.shape[-1]
-    count = size
     # Sorting all tokens costs several times a step's other work on a CPU, where a look at the result costs nothing.
-    if scores.device.type == "cpu":
-        count = min(NUCLEUS_TRY, size)
-    values, tokens = scores.topk(count, dim=-1)
-    probs = (values - total).exp()
-    before = probs.cumsum(dim=-1) - probs
-    if count < size and not bool((before[:, -1] + probs[:, -1] >= top_p).all()):
-        values, tokens = scores.sort(dim=-1, descending=True)
-        probs = (values - total).exp()
+    tries = [count for count in NUCLEUS_TRIES if count < size] if scores.device.type == "cpu" else []
+    found, rows = scores, None
+    for count in (*tries, size):
+        own, mass = (scores, total) if rows is None else (scores[rows], total[rows])
+        values, tokens = own.topk(count, dim=-1) if count < size else own.sort(dim=-1, descending=True)
+        probs = (values - mass).exp()
         before = probs.cumsum(dim=-1) - probs
-    kept = before < top_p
-    kept[:, 0] = True
-    return torch.full_like(scores, -torch.inf).scatter_(1, tokens, values.masked_fill(~kept, -torch.inf))
+        kept = before < top_p
+        kept[:, 0] = True
+        shaped = torch.full_like(own, -torch.inf).scatter_(1, tokens, values.masked_fill(~kept, -torch.inf))
+        found = shaped if rows is None else found.index_copy(0, rows, shaped)
+        if count < size:
+            short = (before[:, -1] + probs[:, -1] < top_p).nonzero()[:, 0]
+            if not short.numel():
+                break
+            rows = short if rows is None else rows[short]
+    return found
 
 
 class WarpedSampler:

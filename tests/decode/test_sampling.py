@@ -23,7 +23,7 @@ from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.plan import TreePlan
-from specdraft.decode.sampling import NUCLEUS_TRY, LogitsRules, RowRandom, WarpedSampler, draw, truncate
+from specdraft.decode.sampling import NUCLEUS_TRIES, LogitsRules, RowRandom, WarpedSampler, draw, truncate
 from specdraft.decode.words import StopFinder, bad_word_ids
 from tests.tiny import tiny_tokenizer
 
@@ -142,7 +142,7 @@ def test_logits_are_left_alone_where_nothing_is_asked() -> None:
 def test_truncation_is_that_of_transformers(settings: dict[str, Any], scale: float) -> None:
     """A vocabulary in which the nucleus is found among the likeliest tokens, or is not and needs a full sort."""
     config = SamplingConfig(**{"temperature": 1.0, **settings})
-    logits = torch.randn(4, 3 * NUCLEUS_TRY, generator=torch.Generator().manual_seed(0)) * scale
+    logits = torch.randn(4, 3 * NUCLEUS_TRIES[1], generator=torch.Generator().manual_seed(0)) * scale
     found = truncate(logits, config)
     wanted = warp(config, torch.zeros(4, 1, dtype=torch.int64), logits.clone())
     kept, meant = found.isfinite(), wanted.isfinite()
@@ -151,6 +151,23 @@ def test_truncation_is_that_of_transformers(settings: dict[str, Any], scale: flo
     both = kept & meant
     torch.testing.assert_close(found[both], wanted[both])
     assert kept.any(-1).all()
+
+
+def test_every_row_has_its_nucleus_wherever_it_is_found() -> None:
+    """Rows whose nucleus is found at once, at a later try, and by sorting, in one call."""
+    logits = torch.randn(5, 2 * NUCLEUS_TRIES[-1], generator=torch.Generator().manual_seed(0))
+    logits *= torch.tensor([8.0, 1.0, 3.0, 0.01, 2.0])[:, None]
+    config = SamplingConfig(temperature=1.0, top_p=0.9)
+    found = truncate(logits, config)
+    sizes = found.isfinite().sum(-1).tolist()
+    first, second, last = NUCLEUS_TRIES
+    assert sizes[0] < first < sizes[2] < second < sizes[4] < last < sizes[3]
+    for row, alone in zip(logits, found, strict=True):
+        values, tokens = row.double().softmax(-1).sort(descending=True)
+        wanted = tokens[values.cumsum(0) - values < 0.9].tolist()
+        kept = alone.isfinite().nonzero()[:, 0].tolist()
+        assert len(set(kept) ^ set(wanted)) <= 2, "at the edge two sums may round to different sides"
+        assert torch.equal(alone[kept], row[kept])
 
 
 def test_ties_at_the_kth_token_all_stay() -> None:
