@@ -160,7 +160,8 @@ class TokenBatch:
 
     input_ids: ``[B, T]`` int64. attention_mask: ``[B, T]`` bool, True = a real token (padding is on the right).
     loss_mask: ``[B, T]`` bool, True = supervised. position_ids: ``[B, T]`` int64. document_ids: ``[B, T]`` int64, -1 on
-    padding. row_ids: ``[B]`` int64, the rows' places in the data set.
+    padding, counted from 0 in every row. row_ids: ``[B]`` int64, the rows' places in the data set; ``[B, P]`` where a row
+    holds up to P documents, each from its own place, -1 behind the last.
     """
 
     input_ids: Tensor
@@ -173,6 +174,10 @@ class TokenBatch:
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on ``device``."""
         return TokenBatch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+
+    def pinned(self) -> TokenBatch:
+        """The same batch in page-locked memory, from which ``to`` copies while the host goes on."""
+        return TokenBatch(*(getattr(self, name).pin_memory() for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ class DataConfig:
     """Rows of a micro-batch in each process."""
     bucket: bool = True
     """Rows of similar length share a micro-batch (less padding); false = rows of any length together."""
+    packing: bool = False
+    """Conversations share a row of up to ``max_length`` tokens (still less padding), each on its own for attention,
+    positions and loss; ``batch_size`` then counts such rows."""
     cache_dir: str | None = None
     """Folder of prepared data sets; null = <output_dir>/data."""
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 
@@ -14,21 +15,28 @@ from specdraft.core.types import TokenBatch
 from specdraft.data.chat import TokenRow
 
 POOL_STEPS = 16
-"""Rows are sorted by length among those of this many optimizer steps."""
+"""Rows are sorted by length among those of at most this many optimizer steps."""
+
+PACK_WINDOW = 512
+"""Conversations are packed with others of so many that follow each other in the order of an epoch."""
 
 _IDLE_TOKENS = 2
 """Length of the row that stands for an empty micro-batch."""
 
+MicroBatch = list[list[int]]
+"""Rows of a batch, each with the places in the data set of what it holds: one conversation, or several packed ones."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Which rows each process sees in which micro-batch of which optimizer step.
+    """Which conversations each process sees in which micro-batch of which optimizer step.
 
     A step takes ``accumulation_steps * world_size`` micro-batches of ``batch_size`` rows. They are planned
     for all processes together and then dealt out, so one process with accumulation 2 and two processes with
     accumulation 1 use the same rows in every step. Epoch e and step s are all that a resume needs.
 
-    lengths: tokens of every row of the data set. bucket: rows of similar length share a step.
+    lengths: tokens of every conversation of the data set. bucket: rows of similar length share a step.
+    capacity: tokens of a row that holds several conversations; None = one conversation a row.
     """
 
     lengths: Sequence[int]
@@ -38,75 +46,139 @@ class BatchPlan:
     rank: int = 0
     seed: int = 0
     bucket: bool = True
+    capacity: int | None = None
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of one epoch over all processes; the last may have fewer rows."""
-        return -(-len(self.lengths) // self.batch_size)
+    def num_steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch, the last maybe with fewer micro-batches; epochs differ only where rows are packed."""
+        if self.capacity is None:
+            return -(-len(self.lengths) // self._step_rows)
+        if epoch not in self._counts:
+            self._counts[epoch] = len(self._global_steps(epoch))
+        return self._counts[epoch]
 
     @cached_property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch, the same for every epoch; the last may have fewer micro-batches."""
-        return -(-self.num_micro_batches // (self.accumulation_steps * self.world_size))
+    def _counts(self) -> dict[int, int]:
+        return {}
 
-    def epoch(self, epoch: int) -> list[list[list[int]]]:
-        """Row indices of this process: optimizer step -> micro-batch -> rows. Every row comes exactly once.
+    @property
+    def _step_rows(self) -> int:
+        """Rows of a step over all processes."""
+        return self.batch_size * self.accumulation_steps * self.world_size
+
+    def epoch(self, epoch: int) -> list[list[MicroBatch]]:
+        """What this process sees: optimizer step -> micro-batch -> rows. Every conversation comes exactly once.
 
         Every process has as many micro-batches in a step as the others. In an epoch's last step some may be
         empty (``[]``; ``collate`` makes a batch without supervision of it), so that all processes run forward
         together.
         """
-        steps = self._global_steps(epoch)
         dealt = []
-        for micro_batches in steps:
+        for micro_batches in self._global_steps(epoch):
             turns = -(-len(micro_batches) // self.world_size)
             places = [turn * self.world_size + self.rank for turn in range(turns)]
             dealt.append([micro_batches[i] if i < len(micro_batches) else [] for i in places])
         return dealt
 
-    def _global_steps(self, epoch: int) -> list[list[list[int]]]:
+    def _global_steps(self, epoch: int) -> list[list[MicroBatch]]:
         """Optimizer steps -> micro-batches -> rows, over all processes."""
         generator = random.Random(hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest())
         order = list(range(len(self.lengths)))
         generator.shuffle(order)
-        step_rows = self.batch_size * self.accumulation_steps * self.world_size
+        rows = [[place] for place in order]
+        if self.capacity is not None:
+            rows = pack(order, self.lengths, self.capacity)
+            generator.shuffle(rows)
+        step_rows = self._step_rows
         if self.bucket:
-            pool = step_rows * POOL_STEPS
-            order = [
+            # Two pools at least, so that other rows meet in every epoch of a small data set too.
+            pool = step_rows * max(1, min(POOL_STEPS, len(rows) // (2 * step_rows)))
+            rows = [
                 row
-                for start in range(0, len(order), pool)
-                for row in sorted(order[start : start + pool], key=lambda i: self.lengths[i])
+                for start in range(0, len(rows), pool)
+                for row in sorted(rows[start : start + pool], key=lambda row: sum(self.lengths[i] for i in row))
             ]
-        steps = [order[start : start + step_rows] for start in range(0, len(order), step_rows)]
+        steps = [rows[start : start + step_rows] for start in range(0, len(rows), step_rows)]
         if self.bucket:
             # Sorted pools would run from short to long; the incomplete step stays last.
-            whole = len(order) // step_rows
+            whole = len(rows) // step_rows
             shuffled = steps[:whole]
             generator.shuffle(shuffled)
             steps = [*shuffled, *steps[whole:]]
         size = self.batch_size
-        return [[rows[start : start + size] for start in range(0, len(rows), size)] for rows in steps]
+        return [[step[start : start + size] for start in range(0, len(step), size)] for step in steps]
+
+    def padding_share(self) -> float:
+        """Share of the positions of an epoch's batches that hold no token."""
+        real = padded = 0
+        for step in self._global_steps(0):
+            for rows in step:
+                sizes = [sum(self.lengths[i] for i in row) for row in rows]
+                real, padded = real + sum(sizes), padded + max(sizes) * len(sizes)
+        return 1.0 - real / max(1, padded)
 
 
-def collate(rows: Sequence[TokenRow], pad_id: int, row_ids: Sequence[int] | None = None) -> TokenBatch:
-    """Pads rows on the right to the longest. B rows, T tokens.
+def pack(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Puts conversations into as few rows of at most ``capacity`` tokens as first-fit decreasing finds, window by window.
 
-    ``row_ids`` are the rows' places in the data set (default -1). No rows at all make a batch of one row of
-    two unsupervised tokens with row id -1: a process without work still takes part in every forward.
+    A conversation longer than that has a row of its own.
+    """
+    rows: list[list[int]] = []
+    for start in range(0, len(order), PACK_WINDOW):
+        window = sorted(order[start : start + PACK_WINDOW], key=lambda i: lengths[i], reverse=True)
+        opened: list[list[int]] = []
+        room: list[int] = []
+        for place in window:
+            fits = next((i for i, left in enumerate(room) if left >= lengths[place]), None)
+            if fits is None:
+                opened.append([place])
+                room.append(capacity - lengths[place])
+            else:
+                opened[fits].append(place)
+                room[fits] -= lengths[place]
+        rows += opened
+    return rows
+
+
+def collate(
+    rows: Sequence[TokenRow], pad_id: int, row_ids: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+) -> TokenBatch:
+    """Pads on the right to the longest row. B rows, T tokens.
+
+    ``row_ids`` are the rows' places in the data set (default -1). ``sizes``: how many of ``rows``, in their order, share
+    each row of the batch, as documents that do not see each other; None = one each. No rows at all make a batch of one
+    row of two unsupervised tokens with row id -1: a process without work still takes part in every forward.
     """
     if row_ids is not None and len(row_ids) != len(rows):
         raise ValueError(f"row_ids: one for each row is needed, got {len(row_ids)} for {len(rows)} rows")
+    if sizes is not None and sum(sizes) != len(rows):
+        raise ValueError(f"sizes: must add up to the {len(rows)} rows, got {list(sizes)}")
     ids = list(row_ids) if row_ids is not None and rows else [-1] * max(len(rows), 1)
     rows = rows or [TokenRow([pad_id] * _IDLE_TOKENS, [False] * _IDLE_TOKENS)]
-    T = max(len(row.input_ids) for row in rows)
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
-    positions = torch.arange(T).expand(len(rows), T)
-    real = positions < lengths[:, None]
+    counts = sizes or [1] * len(rows)
+    documents = iter(zip(rows, ids, strict=True))
+    packed = [list(islice(documents, count)) for count in counts]
+    T = max(sum(len(row.input_ids) for row, _ in line) for line in packed)
+    shape = (len(packed), T)
+    input_ids = torch.full(shape, pad_id)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    position_ids = torch.arange(T).repeat(len(packed), 1)
+    document_ids = torch.full(shape, -1)
+    places = torch.full((len(packed), max(counts)), -1)
+    for b, line in enumerate(packed):
+        start = 0
+        for d, (row, place) in enumerate(line):
+            stop = start + len(row.input_ids)
+            input_ids[b, start:stop] = torch.tensor(row.input_ids)
+            loss_mask[b, start:stop] = torch.tensor(row.loss_mask)
+            position_ids[b, start:] = torch.arange(T - start)
+            document_ids[b, start:stop] = d
+            places[b, d] = place
+            start = stop
     return TokenBatch(
-        input_ids=torch.tensor([row.input_ids + [pad_id] * (T - len(row.input_ids)) for row in rows]),
-        attention_mask=real,
-        loss_mask=torch.tensor([row.loss_mask + [False] * (T - len(row.loss_mask)) for row in rows]),
-        position_ids=positions.contiguous(),
-        document_ids=torch.where(real, 0, -1),
-        row_ids=torch.tensor(ids),
+        input_ids=input_ids,
+        attention_mask=document_ids >= 0,
+        loss_mask=loss_mask,
+        position_ids=position_ids,
+        document_ids=document_ids,
+        row_ids=places[:, 0].contiguous() if max(counts) == 1 else places,
     )

@@ -29,24 +29,24 @@ class FeatureMemory:
         """Features of ``tokens``, ``[B, T, ·]``; what stands on padding is arbitrary but finite."""
         if not self.limit_bytes:
             return self.target.capture(tokens, self.request)
-        rows = [self._rows.get(row) for row in tokens.row_ids.tolist()]
-        known = [row for row in rows if row is not None]
-        if len(known) == len(rows):
-            length = tokens.input_ids.shape[1]
-            aux = [row.aux_hidden for row in known if row.aux_hidden is not None]
-            return Features(_pad([row.last_hidden for row in known], length), _pad(aux, length) if aux else None)
+        places = _documents(tokens)
+        known = [(b, start, self._rows.get(row)) for row, b, start, _ in places]
+        if all(features is not None for _, _, features in known):
+            parts = [(b, start, features) for b, start, features in known if features is not None]
+            last = _laid_out([(b, start, own.last_hidden) for b, start, own in parts], tokens)
+            aux = [(b, start, own.aux_hidden) for b, start, own in parts if own.aux_hidden is not None]
+            return Features(last, _laid_out(aux, tokens) if aux else None)
         features = self.target.capture(tokens, self.request)
-        self._keep(tokens, features)
+        self._keep(places, features)
         return features
 
-    def _keep(self, tokens: TokenBatch, features: Features) -> None:
+    def _keep(self, places: list[tuple[int, int, int, int]], features: Features) -> None:
         """Copies of the rows that are new, as long as there is room. Stand-in rows (negative ids) are not kept."""
-        lengths = tokens.attention_mask.sum(1).tolist()
-        for i, (row, length) in enumerate(zip(tokens.row_ids.tolist(), lengths, strict=True)):
+        for row, b, start, stop in places:
             if row < 0 or row in self._rows:
                 continue
-            aux = None if features.aux_hidden is None else features.aux_hidden[i, :length]
-            parts = [part for part in (features.last_hidden[i, :length], aux) if part is not None]
+            aux = None if features.aux_hidden is None else features.aux_hidden[b, start:stop]
+            parts = [part for part in (features.last_hidden[b, start:stop], aux) if part is not None]
             size = sum(part.numel() * part.element_size() for part in parts)
             if self.num_bytes + size > self.limit_bytes:
                 continue
@@ -54,9 +54,25 @@ class FeatureMemory:
             self._rows[row] = Features(parts[0].clone(), None if aux is None else parts[1].clone())
 
 
-def _pad(rows: list[Tensor], length: int) -> Tensor:
-    """Rows ``[t_i, H]`` -> ``[B, length, H]`` with zeros on the right."""
-    out = torch.zeros(len(rows), length, rows[0].shape[-1], dtype=rows[0].dtype, device=rows[0].device)
-    for i, row in enumerate(rows):
-        out[i, : row.shape[0]] = row
+def _documents(tokens: TokenBatch) -> list[tuple[int, int, int, int]]:
+    """Place in the data set, row of the batch, first column and the column behind the last, of every document."""
+    found = []
+    for b, (places, documents) in enumerate(
+        zip(tokens.row_ids.view(tokens.input_ids.shape[0], -1).tolist(), tokens.document_ids.tolist(), strict=True)
+    ):
+        start = 0
+        for d, place in enumerate(places):
+            stop = start + documents.count(d)
+            if stop > start:
+                found.append((place, b, start, stop))
+            start = stop
+    return found
+
+
+def _laid_out(parts: list[tuple[int, int, Tensor]], tokens: TokenBatch) -> Tensor:
+    """States ``[t_i, H]`` at their rows and columns -> ``[B, T, H]``, zeros elsewhere."""
+    first = parts[0][2]
+    out = torch.zeros(*tokens.input_ids.shape, first.shape[-1], dtype=first.dtype, device=first.device)
+    for b, start, states in parts:
+        out[b, start : start + states.shape[0]] = states
     return out

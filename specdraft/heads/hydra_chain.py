@@ -143,12 +143,15 @@ class HydraHead(SequentialHead):
         chosen = hidden[batch.anchors]
         if self.layer is None or self.input_layernorm is None:
             return chosen
+        layout = AnchorLayout.of(batch)
         self.layer.rotary.reserve(batch.input_ids.shape[1])
         positions = batch.position_ids.flatten()
         x = self.input_layernorm(hidden)
-        attention = AnchorAttention(*self.layer.keys_values(x, positions), AnchorLayout.of(batch))
+        attention = AnchorAttention(*self.layer.keys_values(x, positions), layout)
         query = self.layer.queries(x[batch.anchors], positions[batch.anchors])
-        return self.layer.finish(attention(query), chosen)
+        layer = self.layer
+        seeded: Tensor = self.recomputed(lambda q, residual: layer.finish(attention(q), residual), query, chosen)
+        return seeded
 
     def init_state(self, max_length: int, tree: DraftTree, unembed: Unembedding) -> SequentialState:
         """With prefix attention, also its keys and values for ``max_length`` positions."""

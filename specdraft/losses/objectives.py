@@ -62,7 +62,7 @@ class Objective:
         if self.config.normalize == "token":
             value = anchors.numel()
         elif self.config.normalize == "sequence":
-            value = int(torch.unique(anchors // length).numel())
+            value = int(torch.unique(_document_keys(tokens, anchors)).numel())
         else:
             value = rows * length
         return torch.tensor(float(value), dtype=torch.float64, device=tokens.input_ids.device)
@@ -71,8 +71,8 @@ class Objective:
         """``[N]`` float32: 1, or one over the anchors of the row when rows weigh the same."""
         weights = torch.ones(batch.anchors.numel(), device=batch.anchors.device)
         if self.config.normalize == "sequence":
-            row = batch.anchors // batch.input_ids.shape[1]
-            weights = weights / torch.bincount(row, minlength=batch.input_ids.shape[0])[row]
+            keys = _document_keys(batch, batch.anchors)
+            weights = weights / torch.bincount(keys)[keys]
         return weights
 
     def __call__(self, steps: Sequence[DraftStep], batch: DraftBatch, teacher: Teacher) -> LossResult:
@@ -168,6 +168,12 @@ class Objective:
         )
         hits, accepted = out[1 : len(steps) + 1], out[len(steps) + 1 :]
         return out[0], [hit & a.valid for hit, a in zip(hits, aligned, strict=True)], list(accepted)
+
+
+def _document_keys(tokens: TokenBatch | DraftBatch, anchors: Tensor) -> Tensor:
+    """``[N]`` int64, a number of the document that every anchor stands in, different for every document of the batch."""
+    length = tokens.input_ids.shape[1]
+    return anchors // length * length + tokens.document_ids.flatten()[anchors]
 
 
 def _connected_zero(steps: Sequence[DraftStep]) -> Tensor:

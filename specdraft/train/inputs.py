@@ -57,8 +57,12 @@ class TrainInputs:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        steps = self.plan.steps_per_epoch * self.trainer.epochs
-        return steps if self.trainer.max_steps is None else min(steps, self.trainer.max_steps)
+        most, steps = self.trainer.max_steps, 0
+        for epoch in range(self.trainer.epochs):
+            if most is not None and steps >= most:
+                return most
+            steps += self.plan.num_steps(epoch)
+        return steps if most is None else min(steps, most)
 
     def teacher(self) -> Teacher:
         """The target's side of the loss, over the head's draft vocabulary."""

@@ -43,6 +43,7 @@ class Keeper:
             "micro_batches_per_step": plan.accumulation_steps * plan.world_size,
             "data_seed": plan.seed,
             "bucket": plan.bucket,
+            "packing_capacity": plan.capacity,
             "optimizer": run.optim.optimizer,
             "ema_decay": run.trainer.ema_decay,
         }
@@ -94,7 +95,9 @@ class Keeper:
 
     def progress(self, state: TrainState) -> dict[str, float]:
         """How far the run is."""
-        epoch = state.epoch + state.step_in_epoch / self.run.plan.steps_per_epoch
+        epoch = float(state.epoch)
+        if state.step_in_epoch:
+            epoch += state.step_in_epoch / self.run.plan.num_steps(state.epoch)
         return {"epoch": epoch, "tokens": state.tokens, "skipped_steps": state.skipped}
 
     def log(self, state: TrainState, values: dict[str, float], display: Display) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 
 import torch
@@ -13,16 +12,17 @@ from torch import Tensor, nn
 
 from specdraft.core.errors import SpecDraftError
 from specdraft.core.types import TokenBatch
-from specdraft.data.batching import collate
 from specdraft.data.features import FeatureMemory
 from specdraft.losses.alignment import build_draft_batch
 from specdraft.losses.objectives import Teacher
 from specdraft.train.average import WeightAverage
+from specdraft.train.compiling import compiled
 from specdraft.train.inputs import TrainInputs, TrainResult
 from specdraft.train.keeper import Keeper
 from specdraft.train.optim import build_optimizer, set_lr
 from specdraft.train.progress import Display, Meter
 from specdraft.train.state import StopSignal, TrainState, kept_rng, on_main, sum_over_ranks
+from specdraft.train.windows import windows
 
 logger = get_logger(__name__)
 
@@ -44,14 +44,17 @@ def train(run: TrainInputs) -> TrainResult:
     average = None if trainer.ema_decay is None else WeightAverage(head, trainer.ema_decay)
     keeper = Keeper(run, optimizer, average)
     state = keeper.resume()
+    head.recompute = trainer.gradient_checkpointing
     # Only the head is wrapped: the target has no gradient to exchange and is in no checkpoint.
     model, stepper = accelerator.prepare(head, optimizer)
     teacher, meter = run.teacher(), Meter(accelerator.device, head.config.num_draft_tokens)
     memory = FeatureMemory(run.target, head.features(), int(trainer.feature_memory_gib * 2**30))
     with (
         closing(run.tracker),
+        compiled(head, trainer.compile),
         StopSignal() as signal,
         Display(total_steps, state.step, accelerator.is_main_process) as display,
+        closing(windows(run, state, meter)) as stream,
     ):
         with kept_rng():
             on_main(accelerator, lambda: run.tracker.start(state.step, run.settings))
@@ -60,9 +63,9 @@ def train(run: TrainInputs) -> TrainResult:
         if keeper.measures_now(state):
             keeper.evaluate(state, display)  # a kill fell between the checkpoint and the measurement
         stopped = False
-        for window in windows(run, state, meter):
+        for window in stream:
             lr = set_lr(optimizer, run.optim, total_steps, state.step)
-            work = [tokens for tokens in window if tokens.row_ids[0] >= 0]
+            work = [tokens for tokens in window if bool((tokens.row_ids >= 0).any())]
             denominator, num_tokens = sum_over_ranks(
                 accelerator,
                 [
@@ -82,7 +85,7 @@ def train(run: TrainInputs) -> TrainResult:
             else:
                 state.skipped += 1
                 logger.warning("step %d: nothing is supervised in this step's rows; skipped", state.step + 1)
-            state.advance(run.plan.steps_per_epoch)
+            state.advance(run.plan.num_steps(state.epoch))
             state.tokens += int(num_tokens)
             meter.add_step(loss, num_tokens)
             display.advance()
@@ -108,17 +111,6 @@ def train(run: TrainInputs) -> TrainResult:
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     head.eval()
     return TrainResult(state, stopped=stopped and state.step < total_steps)
-
-
-def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Iterator[list[TokenBatch]]:
-    """This rank's micro-batches of every optimizer step from ``state`` on, which the caller advances."""
-    for epoch in range(state.epoch, run.trainer.epochs):
-        for micro_batches in run.plan.epoch(epoch)[state.step_in_epoch :]:
-            if state.step >= run.total_steps:
-                return
-            with meter.phase("data"):
-                window = [collate(run.rows(ids), run.pad_id, ids) for ids in micro_batches]
-            yield window
 
 
 def backward(

@@ -50,11 +50,11 @@ class TrainState:
     best_step: int = -1
     """The step of the best head."""
 
-    def advance(self, steps_per_epoch: int) -> None:
-        """One optimizer step more."""
+    def advance(self, steps_of_epoch: int) -> None:
+        """One optimizer step more, in an epoch of so many."""
         self.step += 1
         self.step_in_epoch += 1
-        if self.step_in_epoch == steps_per_epoch:
+        if self.step_in_epoch == steps_of_epoch:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
 
     def is_due(self, every: int | None) -> bool:

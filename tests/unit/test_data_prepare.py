@@ -259,6 +259,7 @@ def test_length_histogram() -> None:
 def test_prepared_rows_become_batches(source: Path, tmp_path: Path) -> None:
     data = prepare(settings(source, regenerate=False), tiny_tokenizer(), tmp_path / "data")
     ((rows,),) = BatchPlan(lengths=data.lengths, batch_size=2).epoch(0)
-    batch = collate(data.rows(rows), 0, rows)
-    assert batch.attention_mask.sum(1).tolist() == [data.lengths[i] for i in rows]
-    assert batch.row_ids.tolist() == rows
+    ids = [place for row in rows for place in row]
+    batch = collate(data.rows(ids), 0, ids)
+    assert batch.attention_mask.sum(1).tolist() == [data.lengths[i] for i in ids]
+    assert batch.row_ids.tolist() == ids
