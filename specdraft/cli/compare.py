@@ -30,6 +30,7 @@ def run(cfg: EvalRun) -> None:
         ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
     """
     from specdraft.cli.evaluate import target_of_head
+    from specdraft.decode.methods import make_proposer
     from specdraft.eval.acceptance import SCHEMA, evaluate
     from specdraft.eval.prompts import load_sets
     from specdraft.eval.report import comparison_table, print_notes, report_console, write_results
@@ -46,8 +47,11 @@ def run(cfg: EvalRun) -> None:
     target = load_target(target_of_head(measured, read_head_config(folders[0])) if folders else measured)
     console = report_console()
     results: list[dict[str, Any]] = []
+    # What does not fit is found before anything is measured, and let go of until it is its turn.
+    for proposer in proposers:
+        make_proposer(proposer, target)
     for folder in folders:
-        _load(cfg, target, folder)  # a head that does not fit is found before anything is measured
+        _load(cfg, target, folder)
     for name, subject, note in _subjects(cfg, target, proposers, folders):
         console.print(f"measuring {name}{f' ({note})' if note else ''}", markup=False)
         found = evaluate(target, subject, prompt_sets, cfg.decode, cfg.eval, cfg.sampling, console)
@@ -95,7 +99,11 @@ def _subjects(
     for path, folder, kind in zip(cfg.heads, folders, kinds, strict=True):
         head = _load(cfg, target, folder)
         tuned = with_tuned_shape(
-            folder, cfg.decode, machine(target.device, target.dtype, head.dtype), cfg.sampling.verifier == "block"
+            folder,
+            cfg.decode,
+            machine(target.device, target.dtype, head.dtype),
+            cfg.sampling.verifier == "block",
+            cfg.eval.batch_size,
         )
         note = f"{tuned.note}; measured is the head's own chain" if tuned.plain else tuned.note
         subject = head_subject(target, head, tuned.decode, file_sha256(folder / WEIGHTS_NAME))

@@ -44,7 +44,11 @@ def run(cfg: EvalRun) -> None:
     check_head_matches(head, target.spec)
     console = report_console()
     tuned = with_tuned_shape(
-        folder, cfg.decode, machine(target.device, target.dtype, head.dtype), cfg.sampling.verifier == "block"
+        folder,
+        cfg.decode,
+        machine(target.device, target.dtype, head.dtype),
+        cfg.sampling.verifier == "block",
+        cfg.eval.batch_size,
     )
     if tuned.note:
         own = "; measured is the head's own chain" if tuned.plain else ""

@@ -27,8 +27,9 @@ def run(cfg: TuneRun) -> None:
     from specdraft.eval.environment import environment
     from specdraft.eval.prompts import load_sets, prompts_hash
     from specdraft.eval.report import report_console, write_results
-    from specdraft.eval.tune import Tuner, describe
-    from specdraft.eval.tuned import SCHEMA, machine
+    from specdraft.eval.shapes import describe_json
+    from specdraft.eval.tune import Tuner
+    from specdraft.eval.tuned import SCHEMA, machine, with_known_batches
     from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config, resolve_head
     from specdraft.targets.hf import load_target
 
@@ -56,23 +57,23 @@ def run(cfg: TuneRun) -> None:
     body = tuner.run()
     result: dict[str, Any] = {
         "schema": SCHEMA,
-        **body,
-        "batch_size": cfg.tune.batch_size,
         "machine": machine(target.device, target.dtype, head.dtype),
         "target": {"name": target.spec.name, "fingerprint": target.spec.fingerprint},
         "head": {"kind": head.config.kind, "sha256": file_sha256(folder / WEIGHTS_NAME)},
-        "prompts": {name: prompts_hash(rows) for name, rows in sets.items()},
-        "environment": environment(),
+        "batches": {
+            str(cfg.tune.batch_size): {
+                **body,
+                "prompts": {name: prompts_hash(rows) for name, rows in sets.items()},
+                "environment": environment(),
+            }
+        },
     }
-    write_results(result, output)
+    write_results(with_known_batches(output, result), output)
     shape, speedup = body["shape"], body["measured"]["speedup"]
     if shape["plain"]:
         console.print("plain decoding is the fastest here: no shape of draft was faster", markup=False)
     else:
-        from specdraft.core.tree import DraftTree
-
-        tree = DraftTree.from_paths(shape["tree"]) if shape["tree"] else DraftTree.chain(shape["num_draft_tokens"])
-        console.print(f"fastest: {describe(tree)}, {speedup:.2f}x plain decoding", markup=False)
+        console.print(f"fastest: {describe_json(shape)}, {speedup:.2f}x plain decoding", markup=False)
     console.print(f"shape: {output}", markup=False, soft_wrap=True)
 
 

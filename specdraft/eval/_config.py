@@ -69,9 +69,11 @@ class TuneConfig:
     max_new_tokens: int = 96
     """Tokens of each answer."""
     batch_size: int = 1
-    """Rows decoded together that the shape is for; 1 at present."""
+    """Rows decoded together that the shape is for; decode.json holds one shape for each size that was tuned for."""
     max_nodes: int = 24
     """Nodes of the largest tree that is considered."""
+    dynamic: bool = True
+    """Also consider trees that are grown at every step (``decode.dynamic_total_tokens``), where the head can."""
     num_ranks: int = 8
     """A node of a tree has at most this many continuations."""
     rounds: int = 7
@@ -88,9 +90,7 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
             raise ConfigError(f"tune.prompts: must name at least one set, got {self.prompts}; use e.g. [builtin]")
-        if self.batch_size != 1:
-            raise ConfigError(f"tune.batch_size: only single rows can be tuned for, got {self.batch_size}; use 1")
-        at_least = {"limit": 1, "max_new_tokens": 8, "rounds": 1, "contenders": 1}
+        at_least = {"limit": 1, "max_new_tokens": 8, "batch_size": 1, "rounds": 1, "contenders": 1}
         for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None and value < least:

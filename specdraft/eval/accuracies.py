@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,16 +91,28 @@ class Replay:
         return self.num_tokens / self.num_steps if self.num_steps else 1.0
 
 
+def count_steps(texts: Sequence[tuple[int, Callable[[int], int]]]) -> Replay:
+    """Decodes texts again on paper: of each its positions, and how many tokens a step at a position accepts."""
+    num_steps = num_tokens = 0
+    for last, accepted in texts:
+        position = 0
+        while position < last:
+            emitted = min(accepted(position) + 1, last - position)
+            num_steps, num_tokens, position = num_steps + 1, num_tokens + emitted, position + emitted
+    return Replay(num_steps, num_tokens)
+
+
 def replay(texts: Sequence[RankedText], tree: DraftTree) -> Replay:
     """Decodes the texts again on paper: each step accepts the longest path of ranks that the tree holds."""
     known = {tuple(path) for path in tree.paths()}
-    num_steps = num_tokens = 0
-    for text in texts:
-        position, last = 0, len(text.ranks)
-        while position < last:
-            ranks, accepted = text.ranks[position], 0
-            while accepted < len(ranks) and ranks[: accepted + 1] in known:
-                accepted += 1
-            emitted = min(accepted + 1, last - position)
-            num_steps, num_tokens, position = num_steps + 1, num_tokens + emitted, position + emitted
-    return Replay(num_steps, num_tokens)
+
+    def accepted(table: list[Ranks]) -> Callable[[int], int]:
+        def count(position: int) -> int:
+            ranks, number = table[position], 0
+            while number < len(ranks) and ranks[: number + 1] in known:
+                number += 1
+            return number
+
+        return count
+
+    return count_steps([(len(text.ranks), accepted(text.ranks)) for text in texts])

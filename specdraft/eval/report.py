@@ -101,7 +101,8 @@ def comparison_table(results: Sequence[Mapping[str, Any]], console: Console, set
             raise DataError(
                 f"results: {subject_name(one)} was not measured on the set, got {set_name}; evaluate it on that set"
             )
-    depth = min(SHOWN_DEPTHS, max(one["decode"]["num_draft_tokens"] for one in results))
+    tested = [sum(map(bool, one["sets"][set_name]["reached_per_depth"])) for one in results]
+    depth = min(SHOWN_DEPTHS, max(tested))
     table = _table(
         console,
         "proposer",
@@ -114,7 +115,8 @@ def comparison_table(results: Sequence[Mapping[str, Any]], console: Console, set
     )
     for one in results:
         figures = one["sets"][set_name]
-        survival = [_share(value) for value in figures["survival"][:depth]]
+        shares = zip(figures["survival"][:depth], figures["reached_per_depth"], strict=False)
+        survival = [_share(value) if reached else "" for value, reached in shares]
         table.add_row(
             escape(subject_name(one)),
             _interval(figures["acceptance_length"]),
@@ -180,7 +182,8 @@ def _by_depth(figures: Mapping[str, Any], console: Console) -> Table:
         strict=True,
     )
     for depth, (tested, accepted, rate, survival) in enumerate(rows, 1):
-        table.add_row(str(depth), str(tested), str(accepted), _share(rate), _share(survival))
+        if tested:
+            table.add_row(str(depth), str(tested), str(accepted), _share(rate), _share(survival))
     return table
 
 

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from specdraft.core.errors import DataError
-from specdraft.core.tree import DraftTree
+from specdraft.core.tree import DraftTree, TreeGrowth
 from specdraft.core.tree_search import SequoiaTable, expected_length
 from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.proposers import HeadProposer
@@ -18,11 +18,12 @@ from specdraft.decode.result import DecodeResult
 from specdraft.eval._config import TuneConfig
 from specdraft.eval.accuracies import RankedText, accuracies, rank_text, replay
 from specdraft.eval.costs import CostProbe, CostTable
+from specdraft.eval.grown import TOP_KS, GrownText, grow_text, growths, replay_grown
+from specdraft.eval.shapes import PLAIN, Shape, describe, is_chain, is_plain, num_nodes, shape_json
 from specdraft.eval.speed import synchronize
 from specdraft.heads.base import DraftHead
 from specdraft.targets.hf import HFTarget
 
-PLAIN = DraftTree((), ())
 MAX_QUERIES = 16
 OVERHEAD_PROMPTS = 2
 Say = Callable[[str], None]
@@ -30,43 +31,22 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape and what is predicted of it. tree: empty for plain decoding."""
+    """A shape and what is predicted of it, for steps of ``batch_size`` rows."""
 
-    tree: DraftTree
+    shape: Shape
     acceptance_length: float
     step_ms: float
+    batch_size: int = 1
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first one, per second."""
-        return 1e3 * self.acceptance_length / self.step_ms
+        """Tokens after the first ones, per second, of all rows together."""
+        return 1e3 * self.batch_size * self.acceptance_length / self.step_ms
 
     def as_json(self) -> dict[str, Any]:
         """Shape and figures."""
         figures = {"tokens_per_s": self.tokens_per_s, "acceptance_length": self.acceptance_length}
-        return {**shape_json(self.tree), **figures, "step_ms": self.step_ms}
-
-
-def is_chain(tree: DraftTree) -> bool:
-    """Whether ``tree`` is what ``decode.num_draft_tokens`` gives: a path of likeliest tokens, at least one."""
-    return bool(len(tree)) and tree == DraftTree.chain(len(tree))
-
-
-def shape_json(tree: DraftTree) -> dict[str, Any]:
-    """A shape as decode.json has it: ``plain``, or the settings of ``decode`` that give it."""
-    chain = is_chain(tree)
-    return {
-        "plain": not len(tree),
-        "num_draft_tokens": len(tree) if chain else None,
-        "tree": tree.paths() if len(tree) and not chain else None,
-    }
-
-
-def describe(tree: DraftTree) -> str:
-    """A shape in words."""
-    if not len(tree):
-        return "plain decoding"
-    return f"a chain of {len(tree)}" if is_chain(tree) else f"a tree of {len(tree)} nodes and depth {tree.max_depth}"
+        return {**shape_json(self.shape), **figures, "step_ms": self.step_ms}
 
 
 def candidate_trees(table: Sequence[Sequence[float]], max_nodes: int) -> list[DraftTree]:
@@ -86,25 +66,42 @@ def candidate_trees(table: Sequence[Sequence[float]], max_nodes: int) -> list[Dr
     return list(trees)
 
 
-def predict(texts: Sequence[RankedText], costs: CostTable, max_nodes: int, num_ranks: int) -> list[Candidate]:
+def predict(
+    texts: Sequence[RankedText],
+    costs: CostTable,
+    max_nodes: int,
+    num_ranks: int,
+    grown: Sequence[GrownText] = (),
+    depth: int = 0,
+) -> list[Candidate]:
     """Every candidate, the fastest first. Acceptance is that of decoding the texts again; equals go to the smaller.
 
-    texts: of one head, at least one with a position.
+    texts: of one head, at least one with a position. grown: the same texts where grown trees are compared too, of at most
+    ``depth`` levels.
     """
     candidates = []
     for tree in candidate_trees(accuracies(texts, num_ranks), max_nodes):
-        step_ms = costs.step(tree) if len(tree) else costs.plain
-        candidates.append(Candidate(tree, replay(texts, tree).acceptance_length, step_ms))
-    return sorted(candidates, key=lambda candidate: (-candidate.tokens_per_s, len(candidate.tree)))
+        length = replay(texts, tree).acceptance_length
+        candidates.append(Candidate(tree, length, costs.step(tree), costs.batch_size))
+    for growth in growths(depth, max_nodes) if grown else []:
+        if all(growth.top_k in text.places for text in grown):
+            length = replay_grown(grown, growth).acceptance_length
+            candidates.append(Candidate(growth, length, costs.step(growth), costs.batch_size))
+    return sorted(candidates, key=lambda candidate: (-candidate.tokens_per_s, num_nodes(candidate.shape)))
 
 
 def finalists(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """What is measured: the first ``count`` that draft, the best chain, and plain decoding, which stands first."""
-    plain = next(candidate for candidate in candidates if not len(candidate.tree))
-    drafting = [candidate for candidate in candidates if len(candidate.tree)]
-    best_chain = next(candidate for candidate in drafting if is_chain(candidate.tree))
+    """What is measured: plain decoding first, the first ``count`` that draft, the best chain and the best grown tree."""
+    plain = next(candidate for candidate in candidates if is_plain(candidate.shape))
+    drafting = [candidate for candidate in candidates if not is_plain(candidate.shape)]
     chosen = drafting[:count]
-    return [plain, *chosen, *([] if best_chain in chosen else [best_chain])]
+    for best in (
+        next(candidate for candidate in drafting if is_chain(candidate.shape)),
+        next((candidate for candidate in drafting if isinstance(candidate.shape, TreeGrowth)), None),
+    ):
+        if best is not None and best not in chosen:
+            chosen.append(best)
+    return [plain, *chosen]
 
 
 @dataclass
@@ -123,11 +120,12 @@ class _Run:
         return 1e3 * self.tokens / self.ms if self.ms else 0.0
 
     def as_json(self) -> dict[str, Any]:
+        rows = self.candidate.batch_size
         return {
-            **shape_json(self.candidate.tree),
+            **shape_json(self.candidate.shape),
             "tokens_per_s": self.tokens_per_s,
             "acceptance_length": self.tokens / self.steps if self.steps else 1.0,
-            "step_ms": self.ms / self.steps if self.steps else None,
+            "step_ms": rows * self.ms / self.steps if self.steps else None,
             "predicted_tokens_per_s": self.candidate.tokens_per_s,
             "identical_outputs": self.identical,
         }
@@ -163,20 +161,22 @@ class Tuner:
             DataError: no answer is longer than one token.
         """
         texts = self.rank_texts()
+        grown = self.grow_texts()
         costs = self.measure_costs(texts)
-        candidates = predict(texts, costs, self.config.max_nodes, self.num_ranks)
+        depth = self.head.config.num_draft_tokens
+        candidates = predict(texts, costs, self.config.max_nodes, self.num_ranks, grown, depth)
         best = candidates[0]
         self.say(
-            f"predicted: {describe(best.tree)}, {best.tokens_per_s:.1f} tokens/s, best of {len(candidates)} shapes"
+            f"predicted: {describe(best.shape)}, {best.tokens_per_s:.1f} tokens/s, best of {len(candidates)} shapes"
         )
         runs = self.verify(finalists(candidates, self.config.contenders))
         plain, chosen = runs[0], max(runs, key=lambda run: run.tokens_per_s)
         table = accuracies(texts, self.num_ranks)
         return {
-            "shape": shape_json(chosen.candidate.tree),
+            "shape": shape_json(chosen.candidate.shape),
             "predicted": {
                 **chosen.candidate.as_json(),
-                "expected_length": expected_length(chosen.candidate.tree, table),
+                "expected_length": self._expected_length(chosen.candidate.shape, table),
                 "speedup": chosen.candidate.tokens_per_s / plain.candidate.tokens_per_s,
             },
             "measured": {**chosen.as_json(), "speedup": chosen.tokens_per_s / plain.tokens_per_s},
@@ -207,23 +207,47 @@ class Tuner:
         )
         return texts
 
+    @staticmethod
+    def _expected_length(shape: Shape, table: Sequence[Sequence[float]]) -> float | None:
+        """By the accuracies; None for a grown tree, which they say nothing about."""
+        return expected_length(shape, table) if isinstance(shape, DraftTree) else None
+
+    def grow_texts(self) -> list[GrownText]:
+        """The same answers with trees grown at each of their positions; none where these are not considered."""
+        if not self._grows:
+            return []
+        size = self.head.config.draft_vocab_size or self.head.spec.vocab_size
+        rows = zip(self.prompts, self._plain_results, strict=True)
+        return [grow_text(self.target, self.head, prompt, result.tokens, size) for prompt, result in rows]
+
+    @property
+    def _grows(self) -> bool:
+        return self.config.dynamic and self.head.grows and self.head.config.num_draft_tokens > 1
+
     def measure_costs(self, texts: Sequence[RankedText]) -> CostTable:
         """Prices at the length that rows have on the average, and what a step takes beside its two forwards."""
         length = int(median(text.prompt_length + len(text.ranks) // 2 for text in texts))
         longest = max(self.prompts, key=len)
         context = (longest * (-(-max(length, 8) // len(longest))))[: max(length, 8)]
-        probe = CostProbe(self.target, self.head, context, self.config.max_nodes)
-        measured = probe.measure(min(MAX_QUERIES, self.config.max_nodes), self.config.rounds, self.config.seed)
-        drafting = SpeculativeDecoder(self.target, HeadProposer(self.head, self.target))
-        results = [
-            drafting.generate(prompt, self.config.max_new_tokens) for prompt in self.prompts[: OVERHEAD_PROMPTS + 1]
-        ]
+        rows = self.config.batch_size
+        probe = CostProbe(self.target, self.head, context, self.config.max_nodes, rows)
+        depth, size = self.head.config.num_draft_tokens, self.head.config.draft_vocab_size or self.head.spec.vocab_size
+        levels = [(levels, top_k) for levels in range(2, depth + 1) for top_k in TOP_KS if top_k <= size]
+        measured = probe.measure(
+            min(MAX_QUERIES, self.config.max_nodes),
+            self.config.rounds,
+            self.config.seed,
+            levels if self._grows else [],
+        )
         costs = CostTable(
             target_ms=measured["target_ms"],
             chain_ms=measured["chain_ms"],
             level_ms=measured["level_ms"],
-            step_ms=_beside_forwards(results[1:] or results),
-            plain_ms=_beside_forwards(self._plain_results),
+            step_ms=self._beside_forwards(DraftTree.chain(depth)),
+            plain_ms=self._beside_forwards(PLAIN),
+            grown_ms=measured["grown_ms"],
+            grown_step_ms=self._beside_forwards(TreeGrowth(depth, min(4, size), 4)) if self._grows else 0.0,
+            batch_size=rows,
         )
         target = ", ".join(f"{size}: {ms:.1f}" for size, ms in costs.target_ms.items())
         self.say(f"target forward by tokens, ms: {target}")
@@ -234,28 +258,51 @@ class Tuner:
         """Decodes every prompt with each of the shapes, in an order that turns from prompt to prompt."""
         runs = []
         for candidate in chosen:
-            proposer = HeadProposer(self.head, self.target, candidate.tree) if len(candidate.tree) else None
-            runs.append(_Run(candidate, SpeculativeDecoder(self.target, proposer)))
-            runs[-1].decoder.generate(self.prompts[0], min(self.config.max_new_tokens, 16))
-        for index, (prompt, known) in enumerate(zip(self.prompts, self._plain_results, strict=True)):
+            runs.append(_Run(candidate, self._decoder(candidate.shape)))
+            self._decode(runs[-1].decoder, [0], min(self.config.max_new_tokens, 16))
+        rows = self.config.batch_size
+        for index, places in enumerate(batches(len(self.prompts), rows)):
             for run in (*runs[index % len(runs) :], *runs[: index % len(runs)]):
                 synchronize(self.target.device)
                 begin = perf_counter()
-                result = run.decoder.generate(prompt, self.config.max_new_tokens)
+                results = self._decode(run.decoder, places, self.config.max_new_tokens)
                 synchronize(self.target.device)
-                run.ms += 1e3 * (perf_counter() - begin) - result.time_ms["prefill"]
-                run.tokens += result.step_tokens
-                run.steps += result.num_steps
-                run.identical += result.tokens == known.tokens
+                run.ms += 1e3 * (perf_counter() - begin) - sum(result.time_ms["prefill"] for result in results)
+                for place, result in zip(places, results, strict=True):
+                    run.tokens += result.step_tokens
+                    run.steps += result.num_steps
+                    run.identical += result.tokens == self._plain_results[place].tokens
         for run in runs:
             self.say(
-                f"measured: {describe(run.candidate.tree)}, {run.tokens_per_s:.1f} tokens/s "
+                f"measured: {describe(run.candidate.shape)}, {run.tokens_per_s:.1f} tokens/s "
                 f"({run.candidate.tokens_per_s:.1f} predicted), acceptance length {run.tokens / max(run.steps, 1):.2f}"
             )
         return runs
 
+    def _decoder(self, shape: Shape) -> SpeculativeDecoder:
+        proposer = None if is_plain(shape) else HeadProposer(self.head, self.target, shape)
+        return SpeculativeDecoder(self.target, proposer)
 
-def _beside_forwards(results: Sequence[DecodeResult]) -> float:
-    """Milliseconds of a step that are neither target nor draft."""
-    steps = sum(result.num_steps for result in results)
-    return sum(result.time_ms[part] for result in results for part in ("verify", "other")) / max(steps, 1)
+    def _decode(self, decoder: SpeculativeDecoder, places: Sequence[int], length: int) -> list[DecodeResult]:
+        """Decodes the prompts at ``places``, together where the tuning is for more than one row."""
+        prompts = [self.prompts[place] for place in places]
+        if self.config.batch_size == 1:
+            return [decoder.generate(prompt, length) for prompt in prompts]
+        return decoder.generate_batch(prompts, length, max_batch_size=self.config.batch_size)
+
+    def _beside_forwards(self, shape: Shape) -> float:
+        """Milliseconds of a step that are neither target nor draft. The first batch of prompts warms up."""
+        decoder, rows = self._decoder(shape), self.config.batch_size
+        chosen = batches(len(self.prompts), rows)[: OVERHEAD_PROMPTS + 1]
+        decoded = [self._decode(decoder, places, self.config.max_new_tokens) for places in chosen]
+        results = [result for rest in decoded[1:] or decoded for result in rest]
+        steps = sum(result.num_steps for result in results)
+        return rows * sum(result.time_ms[part] for result in results for part in ("verify", "other")) / max(steps, 1)
+
+
+def batches(count: int, size: int) -> list[list[int]]:
+    """Places of ``count`` prompts, ``size`` at a time and each at least once; full ones, and at least two of more than one."""
+    number = -(-count // size)
+    if size > 1:
+        number = max(number, 2)
+    return [[(i * size + j) % count for j in range(size)] for i in range(number)]

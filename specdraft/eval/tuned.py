@@ -14,10 +14,11 @@ from specdraft.core.errors import CheckpointError, ConfigError
 from specdraft.data.sources import file_sha256
 from specdraft.decode._config import DecodeConfig
 from specdraft.eval.environment import cpu_name
+from specdraft.eval.shapes import SHAPE_KEYS, describe_json
 from specdraft.heads.storage import WEIGHTS_NAME
 
 TUNED_NAME = "decode.json"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ def machine(device: torch.device, dtype: torch.dtype, head_dtype: torch.dtype) -
 
 
 def with_tuned_shape(
-    folder: Path, decode: DecodeConfig, here: Mapping[str, Any], needs_chain: bool = False
+    folder: Path, decode: DecodeConfig, here: Mapping[str, Any], needs_chain: bool = False, batch_size: int = 1
 ) -> TunedShape:
     """``decode`` with the shape of the folder's decode.json, where the user gave none and it was tuned for ``here``.
 
     ``here``: what ``machine`` gives. needs_chain: a tree is not taken, since the verifier of the run cannot use one.
+    batch_size: rows that the run decodes together; a shape tuned for another number is not taken.
 
     Raises:
         CheckpointError: decode.json is torn or not of this format.
@@ -64,20 +66,40 @@ def with_tuned_shape(
         if there.get(key) != value:
             what = "another head" if key == "head_sha256" else f"{key} {there.get(key)}, not {value}"
             return TunedShape(decode, False, f"{TUNED_NAME}: not used, it was tuned for {what}; run specdraft tune")
-    shape = tuned["shape"]
+    own = tuned["batches"].get(str(batch_size))
+    if own is None:
+        sizes = ", ".join(tuned["batches"])
+        note = f"{TUNED_NAME}: not used, it was tuned for batches of {sizes}, not {batch_size}; run specdraft tune"
+        return TunedShape(decode, False, note)
+    shape = own["shape"]
     if shape["plain"]:
-        note = f"{TUNED_NAME}: plain decoding is the fastest here (best draft {_best_draft(tuned)})"
+        note = f"{TUNED_NAME}: plain decoding is the fastest here (best draft {_best_draft(own)})"
         return TunedShape(decode, True, note)
-    if needs_chain and shape["tree"]:
+    if needs_chain and shape["num_draft_tokens"] is None:
         return TunedShape(decode, False, f"{TUNED_NAME}: not used, it holds a tree and the verifier takes a chain")
     try:
         settings = {name: getattr(decode, name) for name in type(decode).__dataclass_fields__}
-        chosen = DecodeConfig(**{**settings, "num_draft_tokens": shape["num_draft_tokens"], "tree": shape["tree"]})
+        chosen = DecodeConfig(**{**settings, **{name: shape.get(name) for name in SHAPE_KEYS}})
     except ConfigError as error:
         raise CheckpointError(f"head: {TUNED_NAME} holds no shape, got {path} ({error}); tune again") from error
-    kind = f"a tree of {len(shape['tree'])} nodes" if shape["tree"] else f"a chain of {shape['num_draft_tokens']}"
-    speedup = tuned["measured"]["speedup"]
-    return TunedShape(chosen, False, f"{TUNED_NAME}: {kind}, tuned for this machine ({speedup:.2f}x plain decoding)")
+    rows = "" if batch_size == 1 else f" and batches of {batch_size}"
+    ratio = f"{own['measured']['speedup']:.2f}x plain decoding"
+    note = f"{TUNED_NAME}: {describe_json(shape)}, tuned for this machine{rows} ({ratio})"
+    return TunedShape(chosen, False, note)
+
+
+def with_known_batches(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """``result``, with the shapes for other batch sizes that the file at ``path`` has for the same head and machine."""
+    if not path.is_file():
+        return result
+    try:
+        known = read_tuned(path)
+    except CheckpointError:
+        return result
+    if known["machine"] != result["machine"] or known["head"]["sha256"] != result["head"]["sha256"]:
+        return result
+    merged = {**known["batches"], **result["batches"]}
+    return {**result, "batches": dict(sorted(merged.items(), key=lambda entry: int(entry[0])))}
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
@@ -86,15 +108,16 @@ def read_tuned(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read or is of another format.
     """
-    needed = {
-        "shape": ("plain", "num_draft_tokens", "tree"),
-        "machine": (),
-        "head": ("sha256",),
-        "measured": ("speedup",),
-    }
+    needed = {"shape": ("plain", "num_draft_tokens", "tree"), "measured": ("speedup",)}
     try:
         tuned = json.loads(path.read_text(encoding="utf-8"))
-        known = tuned["schema"] == SCHEMA and all(set(keys) <= set(tuned[part]) for part, keys in needed.items())
+        if tuned["schema"] == 1:
+            # One batch size was all there was to a file.
+            own = {key: value for key, value in tuned.items() if key not in ("schema", "machine", "head", "target")}
+            tuned = {**tuned, "schema": SCHEMA, "batches": {str(tuned.get("batch_size", 1)): own}}
+        known = tuned["schema"] == SCHEMA and bool(tuned["machine"]) and bool(tuned["head"]["sha256"])
+        for own in tuned["batches"].values() if known else []:
+            known = known and all(set(keys) <= set(own[part]) for part, keys in needed.items())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"head: {TUNED_NAME} cannot be read, got {path} ({error}); delete it or tune again"

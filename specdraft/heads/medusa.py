@@ -142,8 +142,8 @@ class MedusaHead(DraftHead):
         drafted = torch.stack([block(hidden) for block in self.blocks[:count]], dim=1)
         if self.lm_heads:
             return torch.stack([self._unembed(k, state.unembed)(drafted[:, k]) for k in range(count)], dim=1)
-        logits: Tensor = state.unembed(drafted.flatten(0, 1))
-        return logits.unflatten(0, (-1, count))
+        logits: Tensor = state.unembed(drafted.flatten(0, 1)).unflatten(0, (-1, count))
+        return logits
 
 
 # docs: end-head

@@ -49,9 +49,25 @@ def test_tables_show_the_figures(results: dict[str, Any], terminal: bool) -> Non
     assert "4/4" in text
     for part in ("even", "odd"):
         assert f"{figures['by_category'][part]['acceptance_length']['value']:.2f}" in text
-    for depth in range(3):
-        assert f"{figures['survival'][depth]:.3f}" in text
+    for survival, tested in zip(figures["survival"], figures["reached_per_depth"], strict=True):
+        assert not tested or f"{survival:.3f}" in text
     assert "medusa on tiny-llama: a chain of depth 3, greedy, float32 on cpu" in text
+
+
+def test_depths_that_were_never_tested_are_not_listed(results: dict[str, Any]) -> None:
+    changed = deepcopy(results)
+    changed["sets"]["builtin"] |= {
+        "reached_per_depth": [40, 7, 0],
+        "accepted_per_depth": [7, 0, 0],
+        "acceptance_rate": [0.175, 0.0, 0.0],
+        "survival": [0.175, 0.0, 0.0],
+    }
+    table = rendered(changed, terminal=False).partition("by depth")[2].strip().partition("\n\n")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines() if line.startswith("|")]
+    assert cells[-2:] == [["1", "40"], ["2", "7"]]
+    header = str(comparison_table([{**changed, "name": "medusa"}], report_console()).columns)
+    assert "depth 2" in header
+    assert "depth 3" not in header
 
 
 def test_off_a_terminal_the_tables_are_markdown(results: dict[str, Any]) -> None:
@@ -95,6 +111,7 @@ def test_several_heads_in_one_table(results: dict[str, Any]) -> None:
     other["head"]["kind"] = "eagle3"
     other["decode"]["num_draft_tokens"] = 5
     other["sets"]["builtin"]["survival"] = [0.911, 0.822, 0.733, 0.644, 0.555]
+    other["sets"]["builtin"]["reached_per_depth"] = [9, 8, 7, 6, 5]
     console = Console(file=io.StringIO(), width=200)
     console.print(comparison_table([results, other], console))
     assert isinstance(console.file, io.StringIO)

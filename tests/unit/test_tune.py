@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from specdraft.core.errors import CheckpointError, ConfigError, DataError
-from specdraft.core.tree import DraftTree
+from specdraft.core.errors import ConfigError, DataError
+from specdraft.core.tree import DraftTree, TreeGrowth
 from specdraft.core.tree_search import expected_length
-from specdraft.decode._config import DecodeConfig
 from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.proposers import HeadProposer
 from specdraft.eval._config import TuneConfig
 from specdraft.eval.accuracies import BEYOND, RankedText, accuracies, rank_text, replay
 from specdraft.eval.costs import CostProbe, CostTable, interpolate, sizes_up_to, timed, wide_tree
-from specdraft.eval.report import write_results
-from specdraft.eval.tune import PLAIN, Tuner, candidate_trees, finalists, is_chain, predict, shape_json
-from specdraft.eval.tuned import machine, with_tuned_shape
+from specdraft.eval.shapes import PLAIN, describe, is_chain, shape_json
+from specdraft.eval.tune import Tuner, candidate_trees, finalists, predict
 from specdraft.heads.base import DraftHead, head_kinds
-from specdraft.heads.storage import save_head
 from specdraft.targets.hf import HFTarget
 from tests.support import make_head
 from tests.tiny import tiny_target
@@ -155,6 +152,24 @@ def test_probe_leaves_the_cache_and_prices_every_part(kind: str, target: HFTarge
     assert min(*measured["target_ms"].values(), *measured["chain_ms"].values()) > 0
 
 
+def test_probe_stays_inside_the_context() -> None:
+    target = tiny_target("gpt2", n_positions=32, max_position_embeddings=32)
+    limit = target.spec.max_position_embeddings
+    positions: list[int] = []
+    inner = target.forward_cached
+
+    def spy(input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any) -> Any:
+        positions.append(int(position_ids.max()))
+        return inner(input_ids, position_ids, *args)
+
+    target.forward_cached = spy  # type: ignore[method-assign]
+    head = head_of("medusa", target, None)
+    CostProbe(target, head, [3 + i % 50 for i in range(30)], 12).measure(4, 1)
+    assert max(positions) == limit - 1
+    with pytest.raises(ConfigError, match=rf"tune.max_nodes: leaves no room in a context of {limit} tokens, got 28"):
+        CostProbe(target, head, [3, 4, 5, 6, 7], 28)
+
+
 def test_candidates_are_plain_chains_and_best_trees() -> None:
     table = accuracies(drawn_texts(), 2)
     trees = candidate_trees(table, 6)
@@ -187,18 +202,16 @@ def test_candidates_are_plain_chains_and_best_trees() -> None:
 )
 def test_choice_follows_the_costs(table: CostTable, chosen: Any) -> None:
     candidates = predict(drawn_texts(), table, 14, 2)
-    assert chosen(candidates[0].tree), candidates[0]
+    assert chosen(candidates[0].shape), candidates[0]
     speeds = [candidate.tokens_per_s for candidate in candidates]
     assert speeds == sorted(speeds, reverse=True)
     assert candidates[0].tokens_per_s == pytest.approx(
-        1e3
-        * replay(drawn_texts(), candidates[0].tree).acceptance_length
-        / (table.step(candidates[0].tree) if len(candidates[0].tree) else table.plain)
+        1e3 * replay(drawn_texts(), candidates[0].shape).acceptance_length / table.step(candidates[0].shape)
     )
     found = finalists(candidates, 2)
-    assert found[0].tree == PLAIN
-    assert any(is_chain(candidate.tree) for candidate in found)
-    assert len({candidate.tree for candidate in found}) == len(found) in (3, 4)
+    assert found[0].shape == PLAIN
+    assert any(is_chain(candidate.shape) for candidate in found)
+    assert len({candidate.shape for candidate in found}) == len(found) in (3, 4)
 
 
 class FixedCosts(Tuner):
@@ -211,7 +224,7 @@ class FixedCosts(Tuner):
 
 
 def tuner(target: HFTarget, table: CostTable, said: list[str]) -> FixedCosts:
-    config = TuneConfig(max_new_tokens=24, max_nodes=8, num_ranks=4, rounds=1)
+    config = TuneConfig(max_new_tokens=24, max_nodes=8, num_ranks=4, rounds=1, dynamic=False)
     found = FixedCosts(target, head_of("medusa", target, None), [[5, 6], [7, 8, 9]], config, said.append)
     found.table = table
     return found
@@ -246,7 +259,7 @@ def test_plain_decoding_can_be_the_best(target: HFTarget) -> None:
     body = tuner(target, costs({1: 10.0, 2: 900.0}, draft=50.0), []).run()
     assert body["candidates"][0]["plain"]
     # A random head is right about never, so the clock agrees.
-    assert body["shape"] == {"plain": True, "num_draft_tokens": None, "tree": None}
+    assert body["shape"] == shape_json(PLAIN)
     assert body["measured"]["speedup"] == 1.0
 
 
@@ -259,15 +272,27 @@ def test_answers_of_one_token_cannot_be_tuned_on(target: HFTarget, monkeypatch: 
 
 
 def test_a_single_second_choice_is_no_chain() -> None:
-    assert shape_json(DraftTree.from_paths([[1]])) == {"plain": False, "num_draft_tokens": None, "tree": [[1]]}
-    assert shape_json(DraftTree.chain(2)) == {"plain": False, "num_draft_tokens": 2, "tree": None}
+    assert shape_json(DraftTree.from_paths([[1]])).items() >= {"num_draft_tokens": None, "tree": [[1]]}.items()
+    assert shape_json(DraftTree.chain(2)).items() >= {"plain": False, "num_draft_tokens": 2, "tree": None}.items()
+    grown = shape_json(TreeGrowth(3, 2, 5))
+    assert {key: value for key, value in grown.items() if value} == {
+        "dynamic_total_tokens": 5,
+        "dynamic_depth": 3,
+        "dynamic_top_k": 2,
+    }
+    assert [describe(shape) for shape in (PLAIN, DraftTree.chain(2), TREE, TreeGrowth(3, 2, 5))] == [
+        "plain decoding",
+        "a chain of 2",
+        "a tree of 5 nodes and depth 3",
+        "a grown tree of 5 nodes, 3 levels of 2",
+    ]
     assert not is_chain(PLAIN)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 4}, r"tune.batch_size: only single rows can be tuned for, got 4; use 1"),
+        ({"batch_size": 0}, r"tune.batch_size: must be at least 1, got 0"),
         ({"prompts": []}, r"tune.prompts: must name at least one set"),
         ({"rounds": 0}, r"tune.rounds: must be at least 1, got 0"),
         ({"max_nodes": 129}, r"tune.max_nodes: must lie in 1..128, got 129"),
@@ -277,75 +302,3 @@ def test_a_single_second_choice_is_no_chain() -> None:
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TuneConfig(**settings)
-
-
-HERE = machine(torch.device("cpu"), torch.float32, torch.float32)
-
-
-def write_tuned(folder: Any, shape: dict[str, Any], **changes: Any) -> None:
-    from specdraft.data.sources import file_sha256
-
-    value = {
-        "schema": 1,
-        "shape": shape,
-        "machine": HERE,
-        "head": {"sha256": file_sha256(folder / "model.safetensors")},
-        "measured": {"speedup": 1.5},
-        "verified": [{"plain": True, "tokens_per_s": 10.0}, {"plain": False, "tokens_per_s": 8.0}],
-        **changes,
-    }
-    write_results(value, folder / "decode.json")
-
-
-def test_a_tuned_shape_is_used_where_it_was_tuned(target: HFTarget, tmp_path: Any) -> None:
-    folder = save_head(head_of("medusa", target, None), tmp_path / "head")
-    decode = DecodeConfig(max_new_tokens=7)
-    assert with_tuned_shape(folder, decode, HERE).note is None
-    write_tuned(folder, shape_json(TREE))
-    found = with_tuned_shape(folder, decode, HERE)
-    assert (found.decode.tree, found.decode.max_new_tokens, found.plain) == (TREE.paths(), 7, False)
-    assert found.note == "decode.json: a tree of 5 nodes, tuned for this machine (1.50x plain decoding)"
-    found = with_tuned_shape(folder, decode, HERE, needs_chain=True)
-    assert (found.decode, found.note) == (
-        decode,
-        "decode.json: not used, it holds a tree and the verifier takes a chain",
-    )
-    given = DecodeConfig(num_draft_tokens=2)
-    assert with_tuned_shape(folder, given, HERE).decode is given
-    write_tuned(folder, shape_json(DraftTree.chain(2)))
-    assert with_tuned_shape(folder, decode, HERE, needs_chain=True).decode.num_draft_tokens == 2
-    for key, value in (("dtype", "bfloat16"), ("threads", 99), ("processor", "other")):
-        other = with_tuned_shape(folder, decode, {**HERE, key: value})
-        assert other.decode is decode
-        assert (
-            other.note == f"decode.json: not used, it was tuned for {key} {HERE[key]}, not {value}; run specdraft tune"
-        )
-    write_tuned(folder, shape_json(PLAIN))
-    found = with_tuned_shape(folder, decode, HERE)
-    assert (found.decode, found.plain) == (decode, True)
-    assert found.note == "decode.json: plain decoding is the fastest here (best draft 0.80x)"
-    write_tuned(folder, shape_json(TREE), head={"sha256": "0"})
-    assert "tuned for another head" in str(with_tuned_shape(folder, decode, HERE).note)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
-        ('{"schema": 2}', "is not of schema 1"),
-        ('{"schema": 1}', "cannot be read"),
-    ],
-)
-def test_a_torn_shape_is_an_error(text: str, message: str, target: HFTarget, tmp_path: Any) -> None:
-    folder = save_head(head_of("medusa", target, None), tmp_path / "head")
-    (folder / "decode.json").write_text(text)
-    with pytest.raises(CheckpointError, match=f"^head: decode.json {message}"):
-        with_tuned_shape(folder, DecodeConfig(), HERE)
-
-
-def test_a_shape_against_the_rules_is_an_error(target: HFTarget, tmp_path: Any) -> None:
-    folder = save_head(head_of("medusa", target, None), tmp_path / "head")
-    write_tuned(folder, {"plain": False, "num_draft_tokens": None, "tree": [[0], [1, 1]]})
-    with pytest.raises(CheckpointError, match=r"^head: decode.json holds no shape"):
-        with_tuned_shape(folder, DecodeConfig(), HERE)

@@ -10,7 +10,7 @@ import pytest
 
 from specdraft.cli.main import main
 from specdraft.core.tree import DraftTree
-from specdraft.eval.tune import shape_json
+from specdraft.eval.shapes import SHAPE_KEYS, shape_json
 from specdraft.heads.storage import save_head
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.hf import load_target
@@ -50,18 +50,21 @@ def test_tune_writes_a_shape_that_eval_and_generate_use(workspace: Path, head: P
     assert out.splitlines()[-1] == f"shape: {path}"
     assert "predicted: " in out and "measured: plain decoding" in out
     tuned = json.loads(path.read_text())
-    assert tuned["schema"] == tuned["batch_size"] == 1
-    assert set(tuned["shape"]) == {"plain", "num_draft_tokens", "tree"}
+    assert tuned["schema"] == 2
+    (own,) = tuned["batches"].values()
+    assert set(own["shape"]) == {"plain", *SHAPE_KEYS}
     assert tuned["machine"]["dtype"] == "float32" and tuned["machine"]["threads"] >= 1
-    assert all(run["identical_outputs"] == tuned["num_prompts"] == 2 for run in tuned["verified"])
+    assert all(run["identical_outputs"] == own["num_prompts"] == 2 for run in own["verified"])
     # This machine may find either; the file is what decides.
     for shape in (TREE, DraftTree.chain(1)):
-        path.write_text(json.dumps({**tuned, "shape": shape_json(shape)}))
+        path.write_text(json.dumps({**tuned, "batches": {"1": {**own, "shape": shape_json(shape)}}}))
         assert decode_settings(workspace, capsys)["tree"] == shape_json(shape)["tree"]
         assert decode_settings(workspace, capsys)["num_draft_tokens"] == shape.max_depth
     assert decode_settings(workspace, capsys, "decode.num_draft_tokens=2")["num_draft_tokens"] == 2
     assert main(generate_words(head)) == 0
     assert "decode.json: a chain of 1, tuned for this machine" in capsys.readouterr().err
+    assert main(words(workspace, "batch_size=2")) == 0
+    assert list(json.loads(path.read_text())["batches"]) == ["1", "2"]
 
 
 def test_plain_decoding_is_said_and_used(workspace: Path, head: Path, capsys: Captured) -> None:
@@ -70,7 +73,8 @@ def test_plain_decoding_is_said_and_used(workspace: Path, head: Path, capsys: Ca
     assert drafted.err.startswith("acceptance length")
     assert main(words(workspace)) == 0
     path = head / "decode.json"
-    tuned = {**json.loads(path.read_text()), "shape": shape_json(DraftTree((), ()))}
+    tuned = json.loads(path.read_text())
+    tuned["batches"]["1"]["shape"] = shape_json(DraftTree((), ()))
     path.write_text(json.dumps(tuned))
     capsys.readouterr()
     assert main(generate_words(head)) == 0
@@ -95,7 +99,7 @@ def test_tune_writes_where_it_is_told_and_nothing_for_a_mistake(
     workspace: Path, head: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     for more, message in (
-        (["batch_size=2"], "tune.batch_size: only single rows can be tuned for, got 2; use 1"),
+        (["batch_size=0"], "tune.batch_size: must be at least 1, got 0; use more"),
         ([f"output={tmp_path}"], "output: is a folder"),
         (["prompts=none.jsonl"], "tune.prompts: no such file"),
     ):
