@@ -14,10 +14,15 @@ if TYPE_CHECKING:
 
 LEAST_PVALUE = 1e-3
 """Below it, chance does not explain the difference of two laws."""
+NEAR_TIE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
+"""By dtype: two best logits that are no further apart may change places when the same numbers are added in another order."""
+SHOWN_DIFFERENCES = 5
 
 
 def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Check]:
     """Greedy identity with transformers over ``rows`` prompts, and a chi-square test of every lossless verifier.
+
+    The prompts are continued one by one and as a batch. Verifiers of drawn drafts are tested where drafts are drawn.
 
     Raises:
         ConfigError, CheckpointError, DataError: see the messages.
@@ -26,7 +31,7 @@ def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Check]:
     from specdraft.data.preview import Check
     from specdraft.decode._sampling_config import SamplingConfig
     from specdraft.decode.engine import SpeculativeDecoder
-    from specdraft.eval.lossless import check_greedy, check_sampling
+    from specdraft.eval.lossless import check_greedy, check_sampling, greedy_texts
     from specdraft.eval.prompts import load_sets
 
     assert target.tokenizer is not None
@@ -36,8 +41,15 @@ def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Check]:
     prompts = [renderer.prompt_ids([{"role": "user", "content": text}]) for text in texts]
     proposer = checked_proposer(cfg, target)
     decoder = SpeculativeDecoder(target, proposer)
-    checks = [Check("greedy", *greedy_verdict(check_greedy(target, decoder, prompts, cfg.decode.max_new_tokens)))]
-    verifiers = ["speculative_sampling", "point_mass", *(["block"] if proposer.tree.is_chain else [])]
+    texts = greedy_texts(target, prompts, cfg.decode.max_new_tokens)
+    near_tie = NEAR_TIE[str(target.dtype).removeprefix("torch.")]
+    checks = [Check("greedy", *greedy_verdict(check_greedy(decoder, prompts, texts), near_tie))]
+    if len(prompts) > 1:
+        together = check_greedy(decoder, prompts, texts, together=True)
+        checks.append(Check(f"greedy, batch of {len(prompts)}", *greedy_verdict(together, near_tie)))
+    verifiers = ["point_mass"]
+    if proposer.draws:
+        verifiers = ["speculative_sampling", *verifiers, *(["block"] if proposer.tree.is_chain else [])]
     for verifier in verifiers:
         settings = SamplingConfig(temperature=1.0, top_p=0.9, verifier=verifier, seed=cfg.seed)
         found = check_sampling(target, decoder, prompts[0], settings, cfg.samples)
@@ -68,14 +80,19 @@ def checked_proposer(cfg: DoctorRun, target: HFTarget) -> HeadProposer:
     return HeadProposer(head.eval().requires_grad_(False), target, tree, cfg.decode.min_confidence)
 
 
-def greedy_verdict(found: GreedyIdentity) -> tuple[str, str]:
-    """Verdict and detail of the greedy check."""
+def greedy_verdict(found: GreedyIdentity, near_tie: float) -> tuple[str, str]:
+    """Verdict and detail of the greedy check. near_tie: distance of two logits that rounding explains."""
     text = f"{found.identical} of {found.num_prompts} answers are those of transformers"
-    if found.first_difference is not None:
-        prompt, place = found.first_difference
-        text += f"; prompt {prompt} differs from token {place}, where the two best logits are {found.margin:.2e} apart"
-        # In lower precision a near tie can go either way, which the margin tells from a fault.
-        return "fault" if found.margin is None or found.margin > 0.5 else "warning", text
+    worst = found.worst()
+    if worst is not None:
+        shown = sorted(found.differences, key=lambda one: -one.margin)[:SHOWN_DIFFERENCES]
+        places = ", ".join(f"prompt {one.prompt} from token {one.place} ({one.margin:.2e})" for one in shown)
+        rest = len(found.differences) - len(shown)
+        text += f"; first differences, with the distance of the two best logits there: {places}"
+        text += f" and {rest} more" if rest else ""
+        if worst.margin > near_tie:
+            return "fault", f"{text}; above {near_tie:g} no near tie explains it"
+        return "warning", f"{text}; up to {near_tie:g} they are near ties, which rounding decides"
     if not found.accepted:
         return "warning", f"{text}, but no draft was accepted, which shows little; name a trained head"
     return "ok", f"{text}, with {found.accepted} drafted tokens accepted"

@@ -71,7 +71,7 @@ class Store:
         moved = len(rows) - kept
         if moved:
             for tensor in self.tensors.values():
-                source = torch.tensor(rows, device=tensor.device) if index is None else index
+                source = torch.tensor(rows, device=tensor.device) if index is None else index.to(tensor.device)
                 found = tensor.index_select(3, source[kept:] + self.length)
                 tensor.narrow(3, self.length + kept, moved).copy_(found)
         self.length += len(rows)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdraft.core.errors import ConfigError, DataError, DecodeError
+from specdraft.core.errors import ConfigError, DataError
 from specdraft.core.tree import DraftTree, GrownTree
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.batch import Batch, Waiting
@@ -18,10 +18,11 @@ from specdraft.decode.batch_cache import BatchCache
 from specdraft.decode.cache import KVCache
 from specdraft.decode.judge import GreedyJudge, Judge, RuledJudge
 from specdraft.decode.plan import TreePlan
-from specdraft.decode.proposers import Proposer
+from specdraft.decode.proposers import Proposer, verifier_in_use
 from specdraft.decode.result import BatchError, DecodeResult, StepOutput
 from specdraft.decode.row import NO_TREE, Limits, Row
 from specdraft.decode.sampling import LogitsRules
+from specdraft.decode.verify import siblings_of
 from specdraft.decode.words import StopFinder, bad_word_ids
 from specdraft.targets.base import Target
 
@@ -107,14 +108,16 @@ class SpeculativeDecoder:
         eos_token_ids: Collection[int] | None = None,
         ignore_eos: bool = False,
         sampling: SamplingConfig | None = None,
+        result: DecodeResult | None = None,
     ) -> Iterator[StepOutput]:
         """The steps of ``generate`` as they come; closing the iterator ends decoding.
 
-        What is wrong with prompt or settings is raised at once, DecodeError by the step that finds it.
+        What is wrong with prompt or settings is raised at once, DecodeError by the step that finds it. ``result``, a new
+        one, grows with the steps.
         """
         options = _Options(self._eos(eos_token_ids, ignore_eos), False, sampling or SamplingConfig())
         prompt = self._prompt(input_ids)
-        return self._steps(prompt, self._row(prompt, max_new_tokens, options, DecodeResult()))
+        return self._steps(prompt, self._row(prompt, max_new_tokens, options, result or DecodeResult()))
 
     def generate_batch(
         self,
@@ -144,6 +147,46 @@ class SpeculativeDecoder:
             DataError, ConfigError: as ``generate``, before anything is decoded.
             BatchError: rows failed as ``generate`` fails with DecodeError; it holds the results of all rows.
         """
+        waiting, num_slots = self._waiting(
+            prompts, max_new_tokens, self._eos(eos_token_ids, ignore_eos), trace, sampling, max_batch_size
+        )
+        for _ in self._batch_steps(waiting, num_slots):
+            pass
+        return [new.row.result for new in waiting]
+
+    def stream_batch(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int | Sequence[int],
+        eos_token_ids: Collection[int] | None = None,
+        ignore_eos: bool = False,
+        sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+        max_batch_size: int | None = None,
+        results: list[DecodeResult] | None = None,
+    ) -> Iterator[tuple[int, StepOutput]]:
+        """The steps of ``generate_batch`` as they come, each with the place of its row among ``prompts``.
+
+        Closing the iterator ends decoding of all rows. What is wrong with prompts or settings is raised at once,
+        BatchError when the rows that did not fail have ended. ``results``, an empty list, gets a result a prompt; they
+        grow with the steps, and a row whose result has a ``finish_reason`` has ended.
+        """
+        waiting, num_slots = self._waiting(
+            prompts, max_new_tokens, self._eos(eos_token_ids, ignore_eos), False, sampling, max_batch_size
+        )
+        if results is not None:
+            results += [new.row.result for new in waiting]
+        return self._batch_steps(waiting, num_slots)
+
+    def _waiting(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int | Sequence[int],
+        eos: frozenset[int],
+        trace: bool,
+        sampling: SamplingConfig | Sequence[SamplingConfig] | None,
+        max_batch_size: int | None,
+    ) -> tuple[list[Waiting], int]:
+        """The rows of a batch, in the order of their prompts, and how many are decoded at a time."""
         configs = _one_a_row(sampling, len(prompts))
         lengths = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if not len(prompts) == len(lengths) == len(configs):
@@ -151,22 +194,19 @@ class SpeculativeDecoder:
                 f"generate_batch: max_new_tokens and sampling need one entry a prompt, got {len(lengths)} and "
                 f"{len(configs)} for {len(prompts)} prompts"
             )
-        eos = self._eos(eos_token_ids, ignore_eos)
-        results = [DecodeResult() for _ in prompts]
         waiting = []
         for i, ids in enumerate(prompts):
             prompt = self._prompt(ids, f"prompts[{i}]")
-            row = self._row(prompt, lengths[i], _Options(eos, trace, configs[i]), results[i])
+            row = self._row(prompt, lengths[i], _Options(eos, trace, configs[i]), DecodeResult())
             waiting.append(Waiting(i, prompt, row))
         if max_batch_size is not None and max_batch_size < 1:
             raise ConfigError(f"max_batch_size: must be at least 1 or None, got {max_batch_size}; use e.g. 8")
-        errors = self._run_batch(waiting, min(max_batch_size or len(prompts), len(prompts))) if waiting else {}
-        if errors:
-            raise BatchError(errors, results)
-        return results
+        return waiting, min(max_batch_size or len(prompts), len(prompts))
 
-    def _run_batch(self, waiting: list[Waiting], num_slots: int) -> dict[int, DecodeError]:
-        """Decodes the rows, and returns by place what failed."""
+    def _batch_steps(self, waiting: list[Waiting], num_slots: int) -> Iterator[tuple[int, StepOutput]]:
+        """Decodes the rows. Raises BatchError at the end if some failed."""
+        if not waiting:
+            return
         longest = max(new.prompt.shape[1] + new.row.limits.room for new in waiting)
         needed = longest + (len(self.proposer.tree) if self.proposer else 0)
         cache, self._idle_batch = self._idle_batch, None
@@ -174,12 +214,19 @@ class SpeculativeDecoder:
             capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
             cache = BatchCache(self.target.spec.num_hidden_layers, capacity, num_slots)
         batch = Batch(self.target, cache, self.plan, num_slots, self.prefill_chunk)
-        for _ in batch.run(waiting):
-            pass
-        # Only here, so that a batch that was broken off leaves no cache behind.
+        try:
+            yield from batch.run(waiting)
+        except GeneratorExit:
+            self._put_back(cache)
+            raise
+        # Not after an error inside a step, which may leave anything in the slots.
+        self._put_back(cache)
+        if batch.errors:
+            raise BatchError(batch.errors, [new.row.result for new in waiting])
+
+    def _put_back(self, cache: BatchCache) -> None:
         cache.reset()
         self._idle_batch = cache
-        return batch.errors
 
     def _eos(self, eos_token_ids: Collection[int] | None, ignore_eos: bool) -> frozenset[int]:
         """The tokens that end the text."""
@@ -194,6 +241,11 @@ class SpeculativeDecoder:
             raise DataError(f"{name}: one row is decoded at a time, got {ids.shape[0]}; decode the rows one by one")
         if not ids.numel():
             raise DataError(f"{name}: must hold at least one token, got none; start it with the BOS token")
+        # Mostly they lie on the host already.
+        values, size = ids.cpu().numpy(), self.target.spec.vocab_size
+        if values.min() < 0 or values.max() >= size:
+            wrong = values[(values < 0) | (values >= size)][0]
+            raise DataError(f"{name}: token ids must lie in 0..{size - 1}, got {wrong}; use the target's tokenizer")
         limit = self.target.spec.max_position_embeddings
         if ids.numel() >= limit:
             raise DataError(f"{name}: leaves no room in a context of {limit} tokens, got {ids.numel()}; shorten it")
@@ -207,7 +259,7 @@ class SpeculativeDecoder:
         room, at_room = min(max_new_tokens, context), "length" if max_new_tokens <= context else "context"
         stops = StopFinder(options.sampling.stop, self.tokenizer)
         judge = self._judge(prompt[0], options)
-        result.verifier = options.sampling.resolved_verifier if self.proposer else None
+        result.verifier = verifier_in_use(options.sampling, self.proposer)
         result.lossless = self.proposer is None or options.sampling.is_lossless
         limits = Limits(room, at_room, options.eos, stops)
         return Row(self.target, self.proposer, limits, judge, options.trace, result)
@@ -219,6 +271,8 @@ class SpeculativeDecoder:
             return GreedyJudge()
         if sampling.verifier == "block" and self.proposer is not None and not self.proposer.tree.is_chain:
             raise ConfigError("sampling.verifier: block takes a chain, got block for a tree; use auto")
+        if sampling.samples_drafts and self.proposer is not None and self.proposer.draws:
+            siblings_of(self.proposer.tree, self.target.device)
         rules = None
         if sampling.shapes_logits:
             words = bad_word_ids(sampling, self.tokenizer)

@@ -67,6 +67,8 @@ class PromptLookupProposer:
     their tokens: each node has probability 1. Needs no model and nothing from the device.
     """
 
+    draws = False
+
     def __init__(self, config: PromptLookupConfig, device: torch.device) -> None:
         self.config = config
         self.device = device

@@ -14,7 +14,7 @@ from specdraft.core.types import DraftContext, FeatureRequest, Features
 from specdraft.decode.cache import KVCache
 from specdraft.decode.judge import Judge, Verdict
 from specdraft.decode.plan import TreePlan, chunk_masks
-from specdraft.decode.proposers import Proposer
+from specdraft.decode.proposers import AttentiveProposer, Proposer
 from specdraft.decode.result import DecodeResult, StepOutput
 from specdraft.decode.words import StopFinder
 from specdraft.targets.base import Target
@@ -156,6 +156,8 @@ class Row:
         self.result.tokens += tokens
         if stop is None and len(self.result.tokens) >= self.limits.room:
             self.result.finish_reason = self.limits.at_room
+        if self.result.finish_reason and isinstance(self.proposer, AttentiveProposer):
+            self.proposer.finish(self.state, self.result.tokens)
         del self.result.first_margins[len(self.result.tokens) :]
         return StepOutput(tokens, min(num_accepted, len(tokens)))
 

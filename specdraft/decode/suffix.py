@@ -59,12 +59,13 @@ class EarlierOutputs:
         self._outputs.append(row.output)
 
     def _add(self, output: _Output) -> None:
-        num_kept = self.max_tokens // 2
         new = output.tokens[output.num_added :]
         if self.automaton.size + len(new) > self.max_tokens:
-            self._forget(num_kept)
-        if len(new) > num_kept:
-            new, output.cursor = new[len(new) - num_kept :], Cursor()
+            self._forget(max(min(self.max_tokens // 2, self.max_tokens - len(new)), 0))
+            if not any(known is output for known in self._outputs):
+                self._outputs.append(output)
+        if len(new) > self.max_tokens:
+            new, output.cursor = new[len(new) - self.max_tokens :], Cursor()
         self.automaton.extend(output.cursor, new)
         output.num_added = len(output.tokens)
 
@@ -103,6 +104,8 @@ class SuffixProposer:
     are likely. Drafted tokens are certain: each node has probability 1 for the verifier. Needs no model and nothing from
     the device.
     """
+
+    draws = False
 
     def __init__(self, config: SuffixConfig, device: torch.device) -> None:
         self.config = config
@@ -144,6 +147,11 @@ class SuffixProposer:
             return None
         tree, tokens = arrange(nodes)
         return Proposal(torch.tensor([tokens], device=self.device), tree)
+
+    def finish(self, state: SuffixRow, tokens: Sequence[int]) -> None:
+        """The last step, after which no draft was asked for, enters the earlier outputs too."""
+        if self.earlier is not None:
+            state.output.tokens += tokens[len(state.output.tokens) :]
 
 
 def _promise(nodes: Sequence[Candidate]) -> float:

@@ -18,7 +18,7 @@ from specdraft.data.formats import Message
 from specdraft.decode._config import DecodeConfig
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.engine import SpeculativeDecoder
-from specdraft.decode.proposers import HeadProposer
+from specdraft.decode.proposers import HeadProposer, verifier_in_use
 from specdraft.eval._config import EvalConfig
 from specdraft.eval.environment import environment
 from specdraft.eval.prompts import Prompt, prompts_hash
@@ -256,7 +256,7 @@ class _Session:
             "position": same,
             "autoregressive": plain[same] if same < len(plain) else None,
             "speculative": speculative[same] if same < len(speculative) else None,
-            "margin": self.decoder.margin(ids, same) if same < len(plain) else None,
+            "margin": self.decoder.margin([*ids, *plain[:same]]) if same < len(plain) else None,
         }
 
 
@@ -334,14 +334,11 @@ def _decode_settings(
 
 def _sampling_settings(sampling: SamplingConfig, subject: Subject) -> dict[str, Any]:
     """temperature, the rule that accepts drafts and whether it is lossless; ``sampling``: what differs from greedy."""
-    # Only heads draw their drafts, and only in fixed shapes; what others draft is certain.
-    is_drawn = subject.head is not None and not isinstance(subject.shape, TreeGrowth)
-    verifier = "point_mass" if sampling.samples_drafts and not is_drawn else sampling.resolved_verifier
     greedy = asdict(SamplingConfig())
     changed = {key: value for key, value in asdict(sampling).items() if value != greedy[key]}
     return {
         "temperature": sampling.temperature,
-        "verifier": verifier,
+        "verifier": verifier_in_use(sampling, subject.proposer) or sampling.resolved_verifier,
         "lossless": sampling.is_lossless,
         "sampling": changed or None,
     }

@@ -19,48 +19,71 @@ MAX_BINS = 6
 
 
 @dataclass(frozen=True)
-class GreedyIdentity:
-    """How many prompts are continued as transformers' generate() does, and where the first difference is.
+class Difference:
+    """Where the answer to a prompt first differs. margin: how far the target's best logit was above its second there."""
 
-    first_difference: prompt and place in its answer, None without one. margin: how far the target's best logit was above
-    its second there. accepted: drafted tokens that were emitted; with none, nothing was shown.
+    prompt: int
+    place: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class GreedyIdentity:
+    """How many prompts are continued as transformers' generate() does, and where the others first differ.
+
+    accepted: drafted tokens that were emitted; with none, nothing was shown.
     """
 
     num_prompts: int
-    identical: int
     accepted: int
-    first_difference: tuple[int, int] | None
-    margin: float | None
+    differences: list[Difference]
+
+    @property
+    def identical(self) -> int:
+        """Prompts with the same answer."""
+        return self.num_prompts - len(self.differences)
+
+    def worst(self) -> Difference | None:
+        """The difference that a near tie explains least."""
+        return max(self.differences, key=lambda one: one.margin, default=None)
+
+
+@torch.no_grad()
+def greedy_texts(target: HFTarget, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """What ``target.model.generate(do_sample=False)`` writes after each prompt alone, whatever token comes."""
+    texts = []
+    for prompt in prompts:
+        length = min(max_new_tokens, target.spec.max_position_embeddings - len(prompt))
+        ids = torch.tensor([prompt], device=target.device)
+        out = target.model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            min_new_tokens=length,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
 
 
 def check_greedy(
-    target: HFTarget, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_new_tokens: int
+    decoder: SpeculativeDecoder, prompts: Sequence[list[int]], texts: Sequence[list[int]], together: bool = False
 ) -> GreedyIdentity:
-    """Continues every prompt with the decoder and with ``target.model.generate(do_sample=False)``."""
-    identical = accepted = 0
-    difference: tuple[int, int] | None = None
-    margin: float | None = None
-    for index, prompt in enumerate(prompts):
-        found = decoder.generate(prompt, max_new_tokens, ignore_eos=True, trace=True)
-        accepted += found.accepted_tokens
-        ids = torch.tensor([prompt], device=target.device)
-        with torch.no_grad():
-            out = target.model.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=len(found.tokens),
-                min_new_tokens=len(found.tokens),
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        wanted = out[0, len(prompt) :].tolist()
-        if found.tokens == wanted:
-            identical += 1
-        elif difference is None:
-            place = next(i for i, pair in enumerate(zip(found.tokens, wanted, strict=True)) if pair[0] != pair[1])
-            difference, margin = (index, place), found.first_margins[place]
-    return GreedyIdentity(len(prompts), identical, accepted, difference, margin)
+    """Continues every prompt with the decoder, one by one or ``together``, and compares with ``texts``."""
+    lengths = [len(text) for text in texts]
+    if together:
+        found = decoder.generate_batch(prompts, lengths, ignore_eos=True, trace=True)
+    else:
+        pairs = zip(prompts, lengths, strict=True)
+        found = [decoder.generate(prompt, length, ignore_eos=True, trace=True) for prompt, length in pairs]
+    differences = []
+    for index, (result, text) in enumerate(zip(found, texts, strict=True)):
+        if result.tokens != text:
+            place = next(i for i, pair in enumerate(zip(result.tokens, text, strict=True)) if pair[0] != pair[1])
+            differences.append(Difference(index, place, result.first_margins[place]))
+    return GreedyIdentity(len(prompts), sum(result.accepted_tokens for result in found), differences)
 
 
 @dataclass(frozen=True)

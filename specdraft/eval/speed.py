@@ -93,12 +93,9 @@ class PairedDecoder:
             self._count += 1
         return [Pair(*runs) for runs in zip(_median(plain), _median(speculative), strict=True)]
 
-    def margin(self, input_ids: list[int], position: int) -> float:
-        """How far the target's best logit was above its second after ``position`` new tokens of plain decoding."""
-        result = self.plain.generate(
-            input_ids, position + 1, ignore_eos=self.ignore_eos, trace=True, sampling=self.sampling
-        )
-        return result.first_margins[position]
+    def margin(self, input_ids: list[int]) -> float:
+        """How far the target's best logit is above its second after this text, run alone."""
+        return self.plain.generate(input_ids, 1, ignore_eos=True, trace=True).first_margins[0]
 
     def _timed(
         self, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], sampling: list[SamplingConfig]

@@ -55,6 +55,8 @@ def _cut(decoder: nn.Module, layers: nn.ModuleList, num_layers: int) -> tuple[nn
     modules = {name: kept if module is layers else module for name, module in decoder._modules.items()}
     cut = copy.copy(decoder)
     cut.__dict__["config"], cut.__dict__["_modules"] = config, modules
+    # What accelerate puts in its place would run the whole decoder; the modules inside keep theirs.
+    cut.__dict__.pop("forward", None)
     return cut, kept
 
 

@@ -20,6 +20,7 @@ from specdraft.targets.last_layer import last_layer_weights
 from specdraft.targets.layout import Layout, find_layout, text_config
 from specdraft.targets.loading import load_config, load_model, load_tokenizer, resolve_device, resolve_source
 from specdraft.targets.packing import PackedLinears, pack_linears
+from specdraft.targets.placement import is_dispatched, stored_values
 from specdraft.targets.spec import target_spec
 
 __all__ = ["HFTarget", "load_target", "load_tokenizer"]
@@ -74,14 +75,19 @@ class HFTarget:
             UnsupportedTargetError: the model is of a refused kind, or fails the check of ``targets.check``.
         """
         layout = find_layout(model)
-        spec = target_spec(model, layout, name, revision, eos_token_ids(model, tokenizer))
+        if layout.lm_head.get_parameter("weight").device.type == "meta":
+            raise ConfigError("target.device_map: the lm_head must stay in memory, got it offloaded; give it a device")
+        spec = target_spec(model, layout, name, revision, eos_token_ids(model, tokenizer), stored_values(model))
         target = cls(model, layout, spec, tokenizer)
         check_target(target)
         return target
 
     def pack(self) -> None:
-        """Makes forwards of few tokens fast on a CPU: fused layers where they prove equal, and packed weights."""
-        if self.packed is None:
+        """Makes forwards of few tokens fast on a CPU: fused layers where they prove equal, and packed weights.
+
+        A model that accelerate moves at each forward stays as it is.
+        """
+        if self.packed is None and not is_dispatched(self.model):
             self.fast_layers = replace_layers(self.layout)
             self.packed = pack_linears(self.model, self.fast_layers.linears, self.fast_layers.fused_away)
             if type(self.layout.lm_head) is nn.Linear:
@@ -93,7 +99,7 @@ class HFTarget:
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[...]`` int64 -> ``[..., H]``: the target's embedding module and the scale its decoder applies."""
-        embedded: Tensor = self.layout.embedding(ids)
+        embedded: Tensor = self.layout.embedding(ids).to(self.device)
         return embedded if self.layout.embedding_scale == 1.0 else embedded * self.layout.embedding_scale
 
     @torch.no_grad()
@@ -206,9 +212,10 @@ class HFTarget:
                     handles.append(self.layout.layers[index].register_forward_pre_hook(hook, with_kwargs=True))
 
             def collect(last_hidden: Tensor) -> Features:
-                kept[num_layers] = last_hidden
-                states = [kept[index] for index in request.aux_layers]
-                return Features(last_hidden, torch.cat(states, dim=-1) if states else None)
+                # Layers may lie on other devices than the lm_head.
+                kept[num_layers] = last_hidden.to(self.device)
+                states = [kept[index].to(self.device) for index in request.aux_layers]
+                return Features(kept[num_layers], torch.cat(states, dim=-1) if states else None)
 
             yield collect
         finally:
@@ -231,6 +238,12 @@ def load_target(config: TargetConfig) -> HFTarget:
     model = load_model(config, source, model_config, device)
     revision = getattr(model.config, "_commit_hash", None) or config.revision
     target = HFTarget.from_model(model, tokenizer, name=config.name, revision=revision)
+    if config.quantization != "none":
+        from specdraft.targets.weights import TargetFiles
+
+        # Heads are for the model, in whatever number of bits it is loaded.
+        fingerprint = TargetFiles(config.name, config.revision).spec().fingerprint
+        target.spec = replace(target.spec, fingerprint=fingerprint)
     if config.pack_weights and target.device.type == "cpu":
         target.pack()
     return target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +25,23 @@ from transformers import (
 from specdraft.core.errors import CheckpointError, ConfigError, SpecDraftError, UnsupportedTargetError
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.layout import check_class, check_config, needs_eager, refuse
+from specdraft.targets.placement import placement
 from specdraft.targets.smollm2 import ensure_smollm2
 
 logger = logging.getLogger(__name__)
+
+LOAD_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    AssertionError,
+    SafetensorError,
+    pickle.UnpicklingError,
+    KeyError,
+    ValueError,
+    ImportError,
+)
+"""What transformers, torch and accelerate raise for weights and devices that cannot be used."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -106,6 +121,7 @@ def load_model(
     if attention == "sdpa" and needs_eager(model_config):
         logger.warning("%s soft-caps its attention scores, which sdpa cannot: using eager attention", config.name)
         attention = "eager"
+    options = placement(config, device)
     read = cast(Any, AutoModelForCausalLM.from_pretrained)
     try:
         model, info = read(
@@ -115,20 +131,14 @@ def load_model(
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
-            **({} if device.type == "cpu" else {"device_map": {"": str(device)}}),
+            **options,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"target.device: {config.name} does not fit, got {device}; use another device or dtype"
         ) from error
-    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError, KeyError) as error:
-        raise _weights_error(config, source, _first_line(error)) from error
-    except (ValueError, ImportError) as error:
-        if "scaled_dot_product_attention" in str(error):
-            raise ConfigError(
-                f"target.attn_implementation: {config.name} has no sdpa attention, got 'sdpa'; use eager"
-            ) from error
-        raise UnsupportedTargetError(f"target.name: {_first_line(error)}, got {config.name!r}") from error
+    except LOAD_ERRORS as error:
+        raise _load_error(config, source, error) from error
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if absent:
         # transformers fills these with random numbers and goes on.
@@ -189,6 +199,20 @@ def _config_error(config: TargetConfig, source: str, error: Exception) -> SpecDr
     if not (Path(source) / "config.json").is_file():
         return ConfigError(f"target.name: the folder holds no config.json, got {name!r}; give a model's folder")
     return CheckpointError(f"target.name: config.json cannot be read ({reason}), got {name!r}; fetch the model again")
+
+
+def _load_error(config: TargetConfig, source: str, error: Exception) -> SpecDraftError:
+    """What to tell the user when the model could not be built."""
+    text, reason = str(error), _first_line(error)
+    if config.device_map is not None and re.search("device|offload|cuda", text, re.IGNORECASE):
+        return ConfigError(
+            f"target.device_map: not usable here ({reason}), got {config.device_map}; name devices of this machine, cpu or disk"
+        )
+    if not isinstance(error, ValueError | ImportError):
+        return _weights_error(config, source, reason)
+    if "scaled_dot_product_attention" in text:
+        return ConfigError(f"target.attn_implementation: {config.name} has no sdpa attention, got 'sdpa'; use eager")
+    return UnsupportedTargetError(f"target.name: {reason}, got {config.name!r}")
 
 
 def _weights_error(config: TargetConfig, source: str, reason: str) -> SpecDraftError:

@@ -26,6 +26,7 @@ class Oracle:
     right: int
     rank: int = 0
     contexts: list[DraftContext] = field(default_factory=list)
+    draws = False
 
     def features(self) -> FeatureRequest:
         return FeatureRequest()
@@ -54,6 +55,7 @@ class Constant:
 
     token: int
     tree: DraftTree
+    draws = False
 
     def features(self) -> FeatureRequest:
         return FeatureRequest()

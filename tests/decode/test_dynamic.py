@@ -170,6 +170,7 @@ class GrowingOracle:
     growth: TreeGrowth
     right: int
     rank: int
+    draws = False
 
     @property
     def tree(self) -> DraftTree:

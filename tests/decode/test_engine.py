@@ -173,6 +173,8 @@ class Deep:
 
     tree = CHAIN
 
+    draws = False
+
     def features(self) -> FeatureRequest:
         return FeatureRequest()
 
@@ -205,6 +207,13 @@ def test_bad_input_is_refused_at_once(llama: HFTarget) -> None:
         decoder.generate(torch.ones(2, 3, dtype=torch.int64), 5)
     with pytest.raises(ConfigError, match=r"decode.max_new_tokens: must be at least 1, got 0"):
         decoder.stream(PROMPT, 0)
+    for token in (97, -1):
+        with pytest.raises(
+            DataError, match=rf"prompt: token ids must lie in 0..96, got {token}; use the target's tokenizer"
+        ):
+            decoder.stream([5, token, 200], 5)
+        with pytest.raises(DataError, match=rf"prompts\[1\]: token ids must lie in 0..96, got {token}"):
+            decoder.generate_batch([[5], [token]], 5)
 
 
 def test_head_proposer_checks_the_tree_and_cuts_it(llama: HFTarget) -> None:

@@ -11,9 +11,12 @@ import torch
 from specdraft.core.errors import ConfigError
 from specdraft.core.types import DraftContext, Features
 from specdraft.decode._proposer_config import PromptLookupConfig, SuffixConfig
+from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.prompt_lookup import NGramIndex, PromptLookupProposer
 from specdraft.decode.suffix import EarlierOutputs, SuffixProposer, SuffixRow, arrange
 from specdraft.decode.suffix_automaton import Candidate, Cursor, SuffixAutomaton
+from tests.decode.oracle import prompt_ids
+from tests.tiny import tiny_target
 
 CPU = torch.device("cpu")
 
@@ -246,6 +249,41 @@ def test_earlier_outputs_are_searched_and_bounded() -> None:
     assert proposal.tokens.tolist() == [written[14:18]]
     alone = SuffixProposer(SuffixConfig(num_draft_tokens=4, num_nodes=4), CPU)
     assert alone.propose(alone.begin(100), context([60, 61, *written[10:14]]), 4) is None
+
+
+def test_the_last_step_of_a_row_enters_the_earlier_outputs() -> None:
+    target = tiny_target("llama")
+    proposer = SuffixProposer(SuffixConfig(max_earlier_tokens=1000), target.device)
+    assert proposer.earlier is not None
+    decoder = SpeculativeDecoder(target, proposer)
+    prompts = [prompt_ids(6, seed) for seed in range(4)]
+    written = []
+    for prompt, length in zip(prompts, (9, 1, 2, 7), strict=True):
+        written.append(decoder.generate(prompt, length, ignore_eos=True).tokens)
+    proposer.begin(10)
+    assert proposer.earlier.automaton.size == sum(map(len, written))
+    for tokens in written:
+        assert proposer.earlier.automaton.occurrences(tokens) >= 1
+    ended = SpeculativeDecoder(target).generate(prompts[0], 9, ignore_eos=True).tokens[4]
+    text = decoder.generate(prompts[0], 9, [ended]).tokens
+    proposer.begin(10)
+    assert text[-1] == ended
+    assert proposer.earlier.automaton.size == sum(map(len, written)) + len(text)
+
+
+@pytest.mark.parametrize("limit", [2, 3, 5, 8])
+def test_few_earlier_tokens_are_the_newest(limit: int) -> None:
+    earlier = EarlierOutputs(max_match=8, max_tokens=limit)
+    texts = [[1, 2, 3, 4], [5], [6, 7, 8], [9, 1], [2, 3, 4, 5, 6, 7, 8, 9, 3]]
+    for text in texts:
+        row = SuffixRow(SuffixAutomaton(8))
+        earlier.open(row)
+        row.output.tokens += text
+        earlier.open(SuffixRow(SuffixAutomaton(8)))
+        assert 0 < earlier.automaton.size <= limit
+        assert earlier.automaton.occurrences(text[-limit:]) == 1
+    with pytest.raises(ConfigError, match=r"proposer.max_earlier_tokens: nothing follows a single token, got 1; use 0"):
+        SuffixConfig(max_earlier_tokens=1)
 
 
 def test_a_row_in_progress_is_known_to_the_next_one() -> None:

@@ -12,8 +12,10 @@ from scipy.stats import chisquare
 from specdraft.core.errors import ConfigError, DecodeError
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftContext
+from specdraft.decode._proposer_config import PromptLookupConfig
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.decode.prompt_lookup import PromptLookupProposer
 from specdraft.decode.proposers import HeadProposer
 from specdraft.heads.base import head_kinds
 from specdraft.targets.hf import HFTarget
@@ -293,7 +295,32 @@ def test_what_does_not_fit_is_refused_at_once(llama: HFTarget) -> None:
     with pytest.raises(
         ConfigError, match=r"decode.tree: the ranks of siblings must be 0, 1, 2, ... .*got 1 in place of 0"
     ):
-        SpeculativeDecoder(llama, gaps).generate(PROMPT, LENGTH, sampling=SamplingConfig(temperature=1.0))
+        SpeculativeDecoder(llama, gaps).stream(PROMPT, LENGTH, sampling=SamplingConfig(temperature=1.0))
+    for settings in ({}, {"temperature": 1.0, "verifier": "point_mass"}):
+        SpeculativeDecoder(llama, gaps).stream(PROMPT, LENGTH, sampling=SamplingConfig(**settings))
+
+
+def test_results_name_the_rule_that_was_used(llama: HFTarget) -> None:
+    """Drafts that are not drawn count as certain, whatever the settings would do with drawn ones."""
+    head = make_head("medusa", llama.spec, num_draft_tokens=3).eval()
+    drawn = HeadProposer(head, llama, TREE)
+    grown = HeadProposer(head, llama, GROWN)
+    looked_up = PromptLookupProposer(PromptLookupConfig(), llama.device)
+    sampled = SamplingConfig(temperature=1.0)
+    typical = SamplingConfig(temperature=1.0, verifier="typical")
+    for proposer, sampling, rule in (
+        (None, sampled, None),
+        (drawn, SamplingConfig(), "greedy"),
+        (looked_up, SamplingConfig(), "greedy"),
+        (drawn, sampled, "speculative_sampling"),
+        (grown, sampled, "point_mass"),
+        (looked_up, sampled, "point_mass"),
+        (looked_up, typical, "typical"),
+        (drawn, SamplingConfig(temperature=1.0, verifier="point_mass"), "point_mass"),
+    ):
+        decoder = SpeculativeDecoder(llama, proposer)
+        assert decoder.generate(PROMPT, 4, sampling=sampling).verifier == rule
+        assert decoder.generate_batch([PROMPT] * 2, 4, sampling=sampling)[1].verifier == rule
 
 
 class Unasked(Oracle):

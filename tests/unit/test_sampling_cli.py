@@ -123,6 +123,10 @@ def test_generate_draws_by_its_seed_and_stops_at_a_text(capsys: pytest.CaptureFi
             "sampling.verifier: needs drafts that are drawn, which grown trees are not",
         ),
         (
+            ["sampling=sample", "decode.tree=[[0],[2],[0,0]]"],
+            "decode.tree: the ranks of siblings must be 0, 1, 2, ... where drafts are drawn, got [2] without [1]; add",
+        ),
+        (
             ["sampling.min_new_tokens=900"],
             "sampling.min_new_tokens: must not exceed decode.max_new_tokens (128), got 900",
         ),
