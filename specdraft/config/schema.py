@@ -70,6 +70,11 @@ class ExperimentRun:
             raise ConfigError(
                 f"target.name: there is no trained head yet, got {FROM_HEAD!r}; name a model, e.g. smollm2"
             )
+        self.head.check_terms(self.loss.terms)
+        if self.decode.min_confidence is not None and not self.head.estimates_acceptance:
+            raise ConfigError(
+                f"decode.min_confidence: needs a head with a confidence head, got {self.decode.min_confidence}; use null"
+            )
         self._check_lengths()
         if self.trainer.eval_every is not None and not self.trainer.eval_prompts:
             raise ConfigError(

@@ -70,7 +70,7 @@ TABLE = [
     ("train name=x ~loss.terms.sft_ce", "~loss.terms.sft_ce: there is nothing to leave out"),
     # options of groups
     ("train name=x head=medus", "head: no such option, got medus; did you mean medusa?"),
-    ("train experiment=nope", "experiment: no such option, got nope; use one of debug, smollm2_eagle,"),
+    ("train experiment=nope", "experiment: no such option, got nope; use one of debug, smollm2_dflash,"),
     ("train name=x optim=sgd", "optim: no such option, got sgd; use one of adamw"),
     ("train name=x optim=3", "optim: no such option, got 3; use one of adamw"),
     ("train name=x target=null", "target: no such option, got null; use one of from_head, hub, smollm2"),
@@ -106,6 +106,21 @@ TABLE = [
     ("generate head=x", "prompt: is needed, got nothing; add prompt=..."),
     ("train name=x target=hub", "target.name: must not be empty, got ''; give a Hub id, a folder or smollm2"),
     ("train name=x data=files", "data.sources: must name at least one source, got []; use e.g. [builtin]"),
+    # heads, losses and drafts that do not fit each other
+    (
+        "train name=x head=eagle3 loss=dspark",
+        "loss.terms.confidence: this head estimates no acceptance, got head.kind eagle3; remove the term",
+    ),
+    (
+        "train name=x head=dflash head.confidence_head=true",
+        "head.confidence_head: is trained by loss.terms.confidence alone, got true without it; use loss=dspark",
+    ),
+    ("train name=x decode.min_confidence=0.3", "decode.min_confidence: needs a head with a confidence head, got 0.3"),
+    (
+        "eval head=x decode=tree decode.min_confidence=0.3",
+        "decode.min_confidence: cuts chains alone, got 0.3; set decode.tree and",
+    ),
+    ("train name=x head.draft_vocab_coverage=2", "head.draft_vocab_coverage: must lie in (0, 1] or be null, got 2"),
     # values against a rule
     (
         "train name=a/b",
