@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 Shape = tuple[int, int, int, torch.dtype, torch.device]
@@ -33,6 +34,7 @@ class Store:
         self._opened: tuple[int, int, tuple[int, int]] | None = None
         self._slots: list[Tensor] = []
         self._filled: list[Tensor] = []
+        self._static: tuple[tuple[int, tuple[int, int]], list[Tensor], list[Tensor]] | None = None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Puts n rows after the committed ones and returns views of both together, ``[B, heads, length + n, d]``."""
@@ -60,6 +62,22 @@ class Store:
         self._slots = [slots[state] for state in range(self.num_states)]
         self._filled = [filled[state] for state in range(self.num_states)]
         self._opened = (self.length, count, self.slots)
+
+    def columns(self, count: int, multiple: int) -> tuple[list[Tensor], list[Tensor]] | None:
+        """The first columns of the keys and of the values of every layer; see ``KVCache.static_views``."""
+        if not self.tensors or self.length + count > self.capacity:
+            return None
+        end = min(-(-(self.length + count) // multiple) * multiple, self.capacity)
+        if self._static is None or self._static[0] != (end, self.slots):
+            views: dict[int, Tensor] = {}
+            for shape, tensor in self.tensors.items():
+                filled = tensor.narrow(1, *self.slots).narrow(3, 0, end)
+                # Through DLPack each view is a storage of its own to a compiler, which copies what might share memory.
+                apart = (from_dlpack(view) for view in filled.unbind(0))
+                views.update(zip(self._members[shape], apart, strict=True))
+            keys, values = ([views[state] for state in range(kind, self.num_states, 2)] for kind in (0, 1))
+            self._static = (end, self.slots), keys, values
+        return self._static[1:]
 
     def commit(self, rows: Sequence[int], index: Tensor | None) -> None:
         """Keeps ``rows`` of the last forward, in this order, and forgets the others."""
@@ -169,6 +187,11 @@ class KVCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """``[B, heads, n, head_dim]`` each -> views ``[B, heads, length + n, head_dim]``."""
         return self.store.write(layer_idx, key_states, value_states)
+
+    def static_views(self, count: int, columns: int) -> tuple[int, list[Tensor], list[Tensor]] | None:
+        """See ``targets.compiled.StaticCache``."""
+        views = self.store.columns(count, columns)
+        return None if views is None else (self.store.length, *views)
 
     def commit(self, rows: Sequence[int], index: Tensor | None = None) -> None:
         """Keeps rows of the last forward: a path from the root, so ``rows[i] >= i``, ascending.

@@ -8,7 +8,7 @@ queries and keys, and attention on the key-value heads without copies of them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from specdraft.core.tree import DraftTree
+from specdraft.targets.fast_ops import RMSNorm, Rotation, as_bias, as_rotation
 from specdraft.targets.layout import Layout
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -30,25 +31,20 @@ class _Forward:
 
     def __init__(self) -> None:
         self._cos: Tensor | None = None
-        self._rotation: tuple[Tensor, Tensor] | None = None
+        self._rotation: Rotation | None = None
         self._mask: Tensor | None = None
         self._bias: Tensor | None = None
 
-    def rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """``[1, n, d]`` each -> ``[1, n, 1, d]``: cosines, and sines with the sign that half a turn of x lacks."""
+    def rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
+        """See ``as_rotation``."""
         if self._rotation is None or self._cos is not cos:
-            half = sin.shape[-1] // 2
-            signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-            self._cos, self._rotation = cos, (cos.unsqueeze(2), signed.unsqueeze(2))
+            self._cos, self._rotation = cos, as_rotation(cos, sin)
         return self._rotation
 
     def bias(self, mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-        """``[B, 1, n, L]``, bool (True = may attend) or to be added -> to be added, ``[B, 1, groups * n, L]``."""
+        """``[B, 1, n, L]`` -> ``[B, 1, groups * n, L]``, see ``as_bias``."""
         if self._bias is None or self._mask is not mask:
-            bias = mask
-            if mask.dtype == torch.bool:
-                bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-            self._mask, self._bias = mask, bias.repeat(1, 1, groups, 1)
+            self._mask, self._bias = mask, as_bias(mask, dtype).repeat(1, 1, groups, 1)
         return self._bias
 
 
@@ -68,18 +64,18 @@ class FastLayer:
         self.head_dim: int = attention.head_dim
         self.scale: float = attention.scaling
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn.forward
-        self.before_attention = _Norm(layer.get_submodule("input_layernorm"))
-        self.before_mlp = _Norm(layer.get_submodule("post_attention_layernorm"))
+        self.before_attention = RMSNorm(layer.get_submodule("input_layernorm"))
+        self.before_mlp = RMSNorm(layer.get_submodule("post_attention_layernorm"))
         self.sources = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
         self.qkv, self.gate_up = (_fused(linears) for linears in self.sources)
         self.output, self.down = _plain(attention.o_proj), _plain(mlp.down_proj)
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         # Qwen 3 norms the queries and keys of every head.
-        self.head_norm: _Norm | None = None
+        self.head_norm: RMSNorm | None = None
         if "q_norm" in dict(attention.named_children()):
-            self.head_norm = _Norm(attention.q_norm)
-            others = _Norm(attention.k_norm)
+            self.head_norm = RMSNorm(attention.q_norm)
+            others = RMSNorm(attention.k_norm)
             if others.eps != self.head_norm.eps or self.head_norm.weight.shape != (self.head_dim,):
                 raise TypeError("queries and keys are normed in another way")
             expanded = [self.head_norm.weight.expand(self.num_heads, -1), others.weight.expand(self.num_kv_heads, -1)]
@@ -108,29 +104,39 @@ class FastLayer:
             return self.original(
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
             )
-        x = self.before_attention(hidden_states)
-        hidden = hidden_states + self._attend(x, attention_mask, position_embeddings, cache)
+        rotation = self.shared.rotation(*position_embeddings)
+        bias = None
+        if attention_mask is not None:
+            bias = self.shared.bias(attention_mask, self.groups, hidden_states.dtype)
+        return self.run(hidden_states, rotation, bias, cache)
+
+    @property
+    def groups(self) -> int:
+        """Heads of queries for one of keys and values."""
+        return int(self.num_heads // self.num_kv_heads)
+
+    def run(self, hidden: Tensor, rotation: Rotation, bias: Tensor | None, cache: Any) -> Tensor:
+        """``[B, n, H]`` -> ``[B, n, H]``. bias: ``[B, 1, groups * n, L]``; None = a prompt into an empty cache, or n = 1."""
+        hidden = hidden + self._attend(self.before_attention(hidden), rotation, bias, cache)
         gate, up = self.gate_up.forward(self.before_mlp(hidden)).chunk(2, dim=-1)
         return hidden + self.down.forward(self.activation(gate) * up)
 
-    def _attend(self, x: Tensor, mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    def _attend(self, x: Tensor, rotation: Rotation, bias: Tensor | None, cache: Any) -> Tensor:
         (batch, rows, _), width = x.shape, self.head_dim
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        groups = heads // kv_heads
+        heads, kv_heads, groups = self.num_heads, self.num_kv_heads, self.groups
         projected = self.qkv.forward(x).view(batch, rows, heads + 2 * kv_heads, width)
         both, values = projected.split([heads + kv_heads, kv_heads], dim=2)
         if self.head_norm is not None:
             both = self.head_norm(both)
-        cos, sin = self.shared.rotation(*position_embeddings)
+        cos, sin = rotation
         both = torch.addcmul(both * cos, both.roll(width // 2, dims=-1), sin)
         queries, keys = both.split([heads, kv_heads], dim=2)
         keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.index)
-        bias = None if mask is None else self.shared.bias(mask, groups, x.dtype)
         # Queries that share a key-value head become rows of it, so that keys and values are read once.
         if rows == 1:
             grouped = queries.reshape(batch, kv_heads, groups, width)
             attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=self.scale)
-        elif mask is None:
+        elif bias is None:
             # A prompt into an empty cache.
             attended = F.scaled_dot_product_attention(
                 queries.transpose(1, 2), keys, values, is_causal=True, scale=self.scale, enable_gqa=groups > 1
@@ -141,25 +147,6 @@ class FastLayer:
             attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=self.scale)
             attended = attended.view(batch, kv_heads, groups, rows, width).permute(0, 3, 1, 2, 4)
         return self.output.forward(attended.reshape(batch, rows, heads * width))
-
-
-class _Norm:
-    """A root-mean-square norm in as few kernels as torch offers for it on a CPU; sums and roots are in fp32.
-
-    Raises:
-        AttributeError: the module is another kind of norm.
-    """
-
-    def __init__(self, norm: nn.Module) -> None:
-        module: Any = norm
-        self.weight = norm.get_parameter("weight").detach()
-        self.eps = float(module.variance_epsilon)
-        self._epsilon = torch.tensor(self.eps, device=self.weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scaled = x * torch.addcmul(self._epsilon, size, size, value=1.0 / x.shape[-1]).rsqrt_()
-        return scaled.to(x.dtype) * self.weight
 
 
 class FastDecoder:
@@ -174,8 +161,9 @@ class FastDecoder:
     def __init__(self, layout: Layout, layers: list[FastLayer]) -> None:
         self.layout = layout
         self.layers = list(zip(layers, layout.layer_types, strict=True))
+        self.groups = {kind: layer.groups for layer, kind in self.layers}
         self.rotary = layout.decoder.get_submodule("rotary_emb")
-        self.norm = _Norm(layout.final_norm)
+        self.norm = RMSNorm(layout.final_norm)
 
     def __call__(
         self,
@@ -186,15 +174,30 @@ class FastDecoder:
         keep: Collection[int],
     ) -> dict[int, Tensor]:
         """Hidden states ``[B, n, H]`` by index: those of ``keep`` and the last one. ``masks`` is by kind of layer."""
-        hidden = self.layout.embedding(input_ids)
+        hidden, rotation = self.enter(input_ids, position_ids)
+        biases = {
+            kind: None if mask is None else as_bias(mask, hidden.dtype).repeat(1, 1, self.groups[kind], 1)
+            for kind, mask in masks.items()
+            if kind in self.groups
+        }
+        return self.run(hidden, rotation, biases, cache, keep)
+
+    def enter(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Rotation]:
+        """``[B, n]`` int64 each -> embeddings ``[B, n, H]`` and the rotation of the layers."""
+        hidden: Tensor = self.layout.embedding(input_ids)
         if self.layout.embedding_scale != 1.0:
             hidden = hidden * self.layout.embedding_scale
-        angles = self.rotary(hidden, position_ids)
+        return hidden, as_rotation(*self.rotary(hidden, position_ids))
+
+    def run(
+        self, hidden: Tensor, rotation: Rotation, biases: Mapping[str, Tensor | None], cache: Any, keep: Collection[int]
+    ) -> dict[int, Tensor]:
+        """The loop itself; ``biases`` is by kind of layer, see ``FastLayer.run``."""
         kept: dict[int, Tensor] = {}
         for index, (layer, kind) in enumerate(self.layers):
             if index in keep:
                 kept[index] = hidden
-            hidden = layer(hidden, masks[kind], angles, cache=cache)
+            hidden = layer.run(hidden, rotation, biases[kind], cache)
         kept[len(self.layers)] = self.norm(hidden)
         return kept
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +89,8 @@ class _PackedForward:
         self.kernel = kernel
         self.dtype = linear.weight.dtype
         self.product = kernel.pack(linear.weight.detach())
+        self.number = next(_NUMBERS)
+        _ALL[self.number] = self
         # What is made in inference mode counts no changes.
         self.version = None if linear.weight.is_inference() else linear.weight._version
 
@@ -96,6 +100,14 @@ class _PackedForward:
         return self.version is None or self.linear.weight._version == self.version
 
     def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            # A compiler cannot look into a packed weight: for it this is one operation without an inside.
+            compiled: Tensor = torch.ops.specdraft.packed_linear(x, self.number, self.linear.out_features)
+            return compiled
+        return self.multiply(x)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``[..., in]`` -> ``[..., out]``."""
         weight, bias = self.linear.weight, self.linear.bias
         rows = x.numel() // weight.shape[1]
         if (
@@ -107,6 +119,24 @@ class _PackedForward:
         ):
             return self.product(x, weight, bias, rows)
         return F.linear(x, weight, bias)
+
+
+_NUMBERS = itertools.count()
+_ALL: WeakValueDictionary[int, _PackedForward] = WeakValueDictionary()
+"""By number: what the operation of a compiled graph multiplies with."""
+
+
+def _packed_linear(x: Tensor, number: int, size: int) -> Tensor:
+    return _ALL[number].multiply(x)
+
+
+def _like_packed_linear(x: Tensor, number: int, size: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], size)
+
+
+torch.library.define("specdraft::packed_linear", "(Tensor x, int number, int size) -> Tensor")
+torch.library.impl("specdraft::packed_linear", "CPU", _packed_linear)
+torch.library.register_fake("specdraft::packed_linear", _like_packed_linear)
 
 
 def pack_unembedding(unembed: Unembedding) -> Unembedding:

@@ -1,0 +1,81 @@
+"""A compiled target decodes the same text, and its graph is what ran."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from specdraft.core.errors import ConfigError
+from specdraft.core.tree import DraftTree
+from specdraft.decode.engine import SpeculativeDecoder
+from specdraft.targets import compiled
+from specdraft.targets.hf import HFTarget
+from tests.decode.oracle import Oracle, greedy, prompt_ids
+from tests.tiny import tiny_models, tiny_target
+
+LENGTH = 30
+TREE = DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1]])
+
+
+@pytest.fixture(autouse=True)
+def without_graphs_of_others() -> Iterator[None]:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def count_graphs(subject: HFTarget, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every forward that goes through the graph."""
+    assert subject.compiled is not None
+    graph, calls = subject.compiled._graph, []
+    monkeypatch.setattr(subject.compiled, "_graph", lambda x, *rest: (calls.append(x.shape[1]), graph(x, *rest))[1])
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_sliding"])
+@pytest.mark.parametrize("pad", [False, True], ids=["exact", "padded"])
+def test_text_and_steps_are_those_of_the_target(kind: str, pad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = HFTarget.from_model(tiny_models[kind]())
+    prompt = prompt_ids(9)
+    answer = greedy(subject, prompt, LENGTH + 4)
+    subject.pack()
+    subject.compile(pad)
+    calls = count_graphs(subject, monkeypatch)
+    decoder = SpeculativeDecoder(subject, Oracle(answer, TREE, 2, 1))
+    result = decoder.generate(prompt, LENGTH, ignore_eos=True)
+    assert result.tokens == answer[:LENGTH]
+    assert result.num_steps == -(-(LENGTH - 1) // 3)
+    # The prompt goes into an empty cache, without the graph.
+    assert len(calls) == result.num_steps
+    assert max(calls) == (8 if pad else len(TREE) + 1)
+
+
+def test_rows_of_a_batch_and_a_second_text_in_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = tiny_target("llama", max_position_embeddings=512)
+    # The longer row passes from the first block of columns to the second.
+    prompts = [prompt_ids(3), prompt_ids(compiled.COLUMNS - 6)]
+    wanted = [greedy(subject, prompt, 12) for prompt in prompts]
+    subject.pack()
+    subject.compile()
+    calls = count_graphs(subject, monkeypatch)
+    decoder = SpeculativeDecoder(subject)
+    assert [result.tokens for result in decoder.generate_batch(prompts, 12, ignore_eos=True)] == wanted
+    assert calls
+    assert [decoder.generate(prompt, 12, ignore_eos=True).tokens for prompt in prompts] == wanted
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"target\.compile: the layers of"):
+        tiny_target("gpt2").compile()
+
+    def missing() -> None:
+        raise compiled.InvalidCxxCompiler
+
+    monkeypatch.setattr(compiled, "get_cpp_compiler", missing)
+    with pytest.raises(ConfigError, match=r"target\.compile: needs a C\+\+ compiler"):
+        tiny_target("llama").compile()
