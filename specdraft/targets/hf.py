@@ -15,6 +15,7 @@ from specdraft.core.errors import ConfigError
 from specdraft.core.types import FeatureRequest, Features, LayerWeights, TargetSpec, TokenBatch, Unembedding
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.check import check_target
+from specdraft.targets.compiled import CompiledDecoder
 from specdraft.targets.fast_path import FastLayers, cache_parameter, replace_layers
 from specdraft.targets.last_layer import last_layer_weights
 from specdraft.targets.layout import Layout, find_layout, text_config
@@ -51,6 +52,7 @@ class HFTarget:
         self.sliding_window = layout.sliding_window
         self.packed: PackedLinears | None = None
         self.fast_layers: FastLayers | None = None
+        self.compiled: CompiledDecoder | None = None
         weight = layout.lm_head.get_parameter("weight")
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
@@ -92,6 +94,20 @@ class HFTarget:
             self.packed = pack_linears(self.model, self.fast_layers.linears, self.fast_layers.fused_away)
             if type(self.layout.lm_head) is nn.Linear:
                 self.unembedding = replace(self.unembedding, product=self.layout.lm_head)
+
+    def compile(self, pad: bool = True) -> None:
+        """Compiles the forward over a draft, see ``CompiledDecoder``; the first steps then take up to a minute each.
+
+        Raises:
+            ConfigError: the layers are built in another way than ``targets.fast_path`` knows, accelerate moves them, or
+                there is no compiler.
+        """
+        if self.fast_layers is None and not is_dispatched(self.model):
+            self.fast_layers = replace_layers(self.layout)
+        decoder = self.fast_layers.decoder if self.fast_layers else None
+        if decoder is None:
+            raise ConfigError(f"target.compile: the layers of {self.spec.name} cannot be, got true; set it to false")
+        self.compiled = CompiledDecoder(decoder, pad)
 
     def last_layer(self) -> LayerWeights | None:
         """The weights of the last layer; None where it is built in another way than a draft layer."""
@@ -150,7 +166,7 @@ class HFTarget:
             cache: receives the keys and values of all n tokens.
             request: hidden states wanted besides the last.
         """
-        decoder = self.fast_layers.decoder if self.fast_layers else None
+        decoder = self.compiled or (self.fast_layers.decoder if self.fast_layers else None)
         # Without masks the model makes its own where they are needed: for prompts and for windows.
         whole = self.sliding_window is None and (input_ids.shape[1] == 1 or attention_mask is not None)
         if decoder and (whole or sliding_mask is not None):
@@ -246,6 +262,8 @@ def load_target(config: TargetConfig) -> HFTarget:
         target.spec = replace(target.spec, fingerprint=fingerprint)
     if config.pack_weights and target.device.type == "cpu":
         target.pack()
+    if config.compile:
+        target.compile()
     return target
 
 
