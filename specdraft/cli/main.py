@@ -19,7 +19,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("evaluate", "measure acceptance, speed and unchanged output of a head"),
     "tune": ("tune", "choose the draft's shape for this machine, by measurement"),
     "generate": ("generate", "answer a prompt, streaming"),
-    "export": ("export", "write a head for its users, upload it to the Hub"),
+    "export": ("export", "write a head for its users and their engines, upload it to the Hub"),
+    "import": ("importing", "bring in a head that another project has published"),
     "run": ("run", "prepare, train and measure in one go"),
 }
 """Sub-command -> its module in specdraft.cli, and what it does."""

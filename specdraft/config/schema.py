@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.config.paths import check_name
-from specdraft.config.sources import HeadSource, TargetSource
+from specdraft.config.sources import HeadSource, ImportRun, TargetSource
 from specdraft.core.errors import ConfigError
 from specdraft.data._config import DataConfig
 from specdraft.decode._config import DecodeConfig, check_drawable
@@ -373,6 +373,7 @@ RUNS: dict[str, type] = {
     "tune": TuneRun,
     "generate": GenerateRun,
     "export": ExportRun,
+    "import": ImportRun,
     "run": PipelineRun,
 }
 """Sub-command -> what it is configured with; the primary config has the sub-command's name."""
@@ -383,5 +384,6 @@ SHORTHANDS: dict[str, dict[str, str]] = {
     "generate": {"head": "head.path"},
     "export": {"head": "head.path", "target": "target.name", "out": "export.output"}
     | {name: f"export.{name}" for name in ("format", "push_to", "private", "dry_run", "output")},
+    "import": {"target": "target.name", "out": "output"},
 }
 """Keys that the command line offers for longer ones."""

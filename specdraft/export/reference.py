@@ -82,7 +82,8 @@ def frequencies(config: Mapping[str, Any]) -> tuple[Tensor, float]:
         ExportError: they do not.
     """
     sizes = {key: config[key] for key in ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")}
-    old = LlamaConfig(**sizes, rope_theta=config["rope_theta"], rope_scaling=config["rope_scaling"])
+    older: dict[str, Any] = {"rope_theta": config["rope_theta"], "rope_scaling": config["rope_scaling"]}
+    old = LlamaConfig(**sizes, **older)
     new = LlamaConfig(**sizes, rope_parameters=dict(config["rope_parameters"]))
     tables = [LlamaRotaryEmbedding(config=one) for one in (old, new)]
     if not torch.equal(tables[0].inv_freq, tables[1].inv_freq):

@@ -67,7 +67,7 @@ def nearest(kind: str, without: str = "") -> str:
 
 
 def choose(wanted: list[str], material: Material) -> tuple[list[Format], dict[str, str]]:
-    """The formats to write; with ``all`` also why others are left out, by name.
+    """The formats to write; with ``all`` also why others that have a place for its kind are left out, by name.
 
     Raises:
         ExportError: a format that was named cannot carry the head.
@@ -75,6 +75,9 @@ def choose(wanted: list[str], material: Material) -> tuple[list[Format], dict[st
     everything = wanted == ["all"]
     chosen, left_out = [], {}
     for name in FORMATS if everything else wanted:
+        kinds = find_format(name).kinds
+        if everything and kinds and material.kind not in kinds:
+            continue
         reason = find_format(name).refusal(material)
         if reason is None:
             chosen.append(find_format(name))

@@ -90,7 +90,7 @@ class TargetFiles:
         """
         with suppress(OSError):  # many models have none
             self._model.generation_config = GenerationConfig.from_pretrained(
-                self.source, revision=self._settings.revision
+                self.source, revision=self._settings.revision or "main"
             )
         eos = eos_token_ids(self._model, load_tokenizer(self._settings))
         try:

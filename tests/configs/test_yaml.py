@@ -28,6 +28,7 @@ NEEDED: dict[str, list[str]] = {
     "tune": ["head=outputs/x/best"],
     "generate": ["head=outputs/x/best", "prompt=hello"],
     "export": ["head=outputs/x/best"],
+    "import": ["source=user/repo"],
     "target/hub.yaml": ["target.name=owner/model"],
     "data/files.yaml": ["data.sources=[chats.jsonl]"],
     "export/hf.yaml": ["push_to=user/repo"],

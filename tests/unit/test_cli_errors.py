@@ -35,7 +35,10 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 TABLE = [
     # the sub-command and its words
     ("trian name=x", "command: no such command, got trian; did you mean train?"),
-    ("xyz", "command: no such command, got xyz; use one of doctor, prepare, train, eval, tune, generate, export, run"),
+    (
+        "xyz",
+        "command: no such command, got xyz; use one of doctor, prepare, train, eval, tune, generate, export, import, run",
+    ),
     (
         "train smollm2_eagle",
         "smollm2_eagle: is no setting, got a word without key=value; write experiment=smollm2_eagle",
@@ -175,6 +178,14 @@ TABLE = [
         "head.revision: has no effect without a Hub id, got 'main'; remove it",
     ),
     ("export head=x format=gguf2", "export.format: unknown, got 'gguf2'"),
+    ("export head=x format=[hf,all]", "export.format: unknown, got 'all'; use all, or "),
+    ("export head=x target=", "target.name: must not be empty, got ''; give a folder or a Hub id"),
+    ("export head=x target.revision=v1", "target.revision: has no effect without a Hub id, got 'v1'; remove it"),
+    ("import", "source: is needed, got nothing; add source=..."),
+    ("import source=", "source: must not be empty, got ''; give a folder or a Hub id"),
+    ("import source=a/b num_draft_tokens=0", "num_draft_tokens: must lie in 1..32, got 0"),
+    ("import source=a/b output=", "output: must not be empty, got ''; use null or a folder"),
+    ("import source=configs revision=v1", "revision: has no effect without a Hub id, got 'v1'"),
     ("export head=x push_to=me", "export.push_to: is not of the form user/name, got 'me'"),
     ("export head=x private=true", "export.private: has no effect without push_to, got true"),
     # Hydra's own

@@ -144,13 +144,19 @@ def test_shorthands(started: Started) -> None:
     assert main(["eval", "head=user/repo", "head.revision=v1", "prompts=[a.jsonl,builtin]", "eval.limit=3"]) == 0
     assert main(["export", "head=x", "push_to=user/repo", "private=true", "dry_run=true", "output=there"]) == 0
     assert main(["generate", "head=null", "target=smollm2", "prompt=hi"]) == 0
-    one, several, export, plain = [run for _, run in started]
+    assert main(["export", "head=x", "format=all", "target=here", "out=there"]) == 0
+    assert main(["export", "head=x", "format=[eagle3,trtllm]"]) == 0
+    assert main(["import", "source=user/repo", "target=here", "out=there"]) == 0
+    one, several, export, plain, everything, two, brought = [run for _, run in started]
     assert (one.head.path, one.eval.prompts, one.target.name) == ("outputs/x/best", ["mt_bench"], "from_head")
     assert (several.head.path, several.head.revision) == ("user/repo", "v1")
     assert (several.eval.prompts, several.eval.limit) == (["a.jsonl", "builtin"], 3)
     assert (export.export.push_to, export.export.private, export.export.dry_run) == ("user/repo", True, True)
     assert export.export.output == "there"
     assert plain.head.path is None
+    assert (everything.export.format, everything.target.name, everything.export.output) == (["all"], "here", "there")
+    assert two.export.format == ["eagle3", "trtllm"]
+    assert (brought.source, brought.target.name, brought.output) == ("user/repo", "here", "there")
 
 
 @pytest.mark.parametrize(

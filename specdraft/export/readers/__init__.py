@@ -1,0 +1,1 @@
+"""One file per layout of published heads, each with a ``READER``."""
