@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest accepted difference relative to the spread of what is compared, by dtype of the weights."""
+QUANTIZED_TOLERANCE = 1e-1
+"""The same for weights in fewer bits: kernels that round activations turn the least difference into a step of theirs."""
 LARGEST_WINDOW = 64
 """Sliding windows up to this size are checked with a longer prefix."""
 TREE = DraftTree((-1, -1, 0, 0, 2), (0, 1, 0, 1, 0))
@@ -46,6 +48,11 @@ def check_target(target: HFTarget) -> None:
     ) as error:
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise refuse(kind, f"a test forward failed ({type(error).__name__}: {reason})") from error
+
+
+def _tolerance(target: HFTarget) -> float:
+    is_quantized = getattr(target.model, "is_quantized", False)
+    return max(TOLERANCE[target.dtype], QUANTIZED_TOLERANCE if is_quantized else 0.0)
 
 
 def _tokens(target: HFTarget, length: int, offset: int = 0) -> Tensor:
@@ -77,7 +84,7 @@ def _check_features(target: HFTarget) -> None:
     The model is not asked for its own ``hidden_states``: that would leave hooks on every layer.
     """
     kind, num_layers = target.spec.model_type, target.spec.num_hidden_layers
-    tolerance = TOLERANCE[target.dtype]
+    tolerance = _tolerance(target)
     ids, others = _tokens(target, 8), _tokens(target, 8, offset=31)
     wanted = target.model(input_ids=ids, use_cache=False).logits
     features = target.capture(token_batch(ids), FeatureRequest((0, num_layers // 2)))
@@ -120,7 +127,7 @@ def _check_tree(target: HFTarget) -> None:
         wanted = target.model(input_ids=text, use_cache=False).logits[0, -1]
         distances.append(_distance(logits[node], wanted))
     # The median, since in low precision an expert's choice near a tie may flip at one node.
-    if torch.stack(distances).median() > TOLERANCE[target.dtype]:
+    if torch.stack(distances).median() > _tolerance(target):
         raise refuse(target.spec.model_type, "a forward with a cache and a tree mask differs from a plain forward")
 
 

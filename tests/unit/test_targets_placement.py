@@ -15,6 +15,7 @@ from specdraft.core.types import FeatureRequest
 from specdraft.decode.draft_model import DraftModelProposer
 from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.proposers import HeadProposer
+from specdraft.eval.lossless import check_greedy
 from specdraft.heads.storage import check_head_matches
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.check import token_batch
@@ -143,14 +144,20 @@ def test_fewer_bits_need_bitsandbytes(folders: dict[str, Path], bits: str) -> No
 @pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes is not installed")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_fewer_bits(folders: dict[str, Path], bits: str) -> None:
+def test_fewer_bits(tmp_path: Path, bits: str) -> None:
     """The quantised target is its own reference; heads of the whole one fit it."""
-    whole = load(folders["llama"], device="cpu")
-    target = load(folders["llama"], quantization=bits)
+    # The kernels work on blocks of 64 weights.
+    tiny_models["llama"](hidden_size=64, intermediate_size=128, tie_word_embeddings=False).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    whole = load(tmp_path, device="cpu")
+    target = load(tmp_path, quantization=bits)
     kinds = {type(module).__name__ for module in target.layout.layers.modules()}
     assert {"int8": "Linear8bitLt", "int4": "Linear4bit"}[bits] in kinds
     assert target.spec == whole.spec
     head = make_head("eagle3", whole.spec, num_draft_tokens=2).eval().to(target.device)
-    wanted = [SpeculativeDecoder(target).generate(p, 12, ignore_eos=True).tokens for p in PROMPTS]
+    texts = [SpeculativeDecoder(target).generate(p, 12, ignore_eos=True).tokens for p in PROMPTS]
     decoder = SpeculativeDecoder(target, HeadProposer(head, target, TREE))
-    assert [decoder.generate(p, 12, ignore_eos=True).tokens for p in PROMPTS] == wanted
+    found = check_greedy(decoder, PROMPTS, texts)
+    # int8 rounds activations, which makes near ties wider than those of the dtype.
+    assert all(one.margin < 0.5 for one in found.differences)
+    assert bits == "int8" or found.identical == len(PROMPTS)
