@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdraft.core.errors import CheckpointError
+from specdraft.export.formats.gguf import FILE as GGUF
+from specdraft.export.formats.gguf import read_file
 from specdraft.export.formats.sglang_eagle import HOT_TOKENS
 from specdraft.export.sidecar import read_sidecar
 
@@ -49,6 +51,9 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         CheckpointError: not there, no head, torn, or its pickles hold more than tensors.
     """
     folder = _locate(source, revision)
+    if (folder / GGUF).is_file() and not (folder / "config.json").exists():
+        config, tensors = read_file(folder / GGUF)
+        return Checkpoint(source, folder, config, tensors, read_sidecar(folder), None)
     try:
         config = json.loads((folder / "config.json").read_text())
     except OSError as error:

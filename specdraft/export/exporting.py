@@ -159,7 +159,9 @@ def verify(material: Material, format: Format, folder: Path) -> None:
         return
     spec = material.spec
     world = make_world(material.target, spec.num_hidden_layers, spec.vocab_size)
-    drafts = draft(_reference(material, format), world)
+    is_widened = format.widens and material.head.vocab is not None
+    drafts = material.drafts.get(is_widened) or draft(_reference(material, is_widened), world)
+    material.drafts[is_widened] = drafts
     tolerance = ROUNDED[material.dtype] if format.rounds else TOLERANCE
     for reading in readings:
         try:
@@ -170,10 +172,10 @@ def verify(material: Material, format: Format, folder: Path) -> None:
             ) from error
 
 
-def _reference(material: Material, format: Format) -> DraftHead:
-    """The head in float32; over the whole vocabulary where the format has no other."""
+def _reference(material: Material, is_widened: bool) -> DraftHead:
+    """The head in float32, over its own vocabulary or the whole one."""
     head = material.head
-    if format.widens and head.vocab is not None:
+    if is_widened:
         config = replace(head.config, draft_vocab_size=None)
     elif material.dtype is torch.float32:
         return head

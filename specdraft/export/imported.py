@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,7 +175,8 @@ def own_spec(layer: Mapping[str, Any], spec: TargetSpec) -> tuple[TargetSpec, li
     changes: dict[str, Any] = {
         key: layer[key]
         for key in ("num_attention_heads", "head_dim", "rms_norm_eps")
-        if layer[key] != getattr(spec, key)
+        # Some files keep float32.
+        if np.float32(layer[key]) != np.float32(getattr(spec, key))
     }
     mine = {key: value for key, value in spec.rope_parameters.items() if key not in ("partial_rotary_factor", "type")}
     if {**layer["rope_parameters"]} != {**mine, "rope_theta": float(mine["rope_theta"])}:

@@ -15,6 +15,7 @@ from specdraft.core.errors import CheckpointError, ExportError
 from specdraft.core.types import TargetSpec
 from specdraft.data.sources import file_sha256
 from specdraft.export.card import hub_id, portable
+from specdraft.export.probe import Drafts
 from specdraft.heads.base import DraftHead
 from specdraft.heads.storage import WEIGHTS_NAME, load_head, read_head_config
 from specdraft.targets.weights import TargetFiles
@@ -40,6 +41,8 @@ class Material:
     license: str | None = None
     head: DraftHead = field(init=False)
     record: dict[str, Any] = field(init=False)
+    drafts: dict[bool, Drafts] = field(init=False, default_factory=dict)
+    """What the head drafts over its own vocabulary (False) and over the whole one (True), kept for several formats."""
 
     def __post_init__(self) -> None:
         self.record = read_head_config(self.folder)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -18,6 +19,7 @@ from specdraft.core.errors import CheckpointError, ExportError
 from specdraft.export import exporting
 from specdraft.export._config import ExportConfig
 from specdraft.export.exporting import Source, export_head, verify
+from specdraft.export.formats import gguf
 from specdraft.export.formats.openvino import SCRIPT
 from specdraft.export.formats.sglang_eagle import HOT_TOKENS
 from specdraft.export.material import Material
@@ -42,12 +44,12 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa_deep": ("medusa", {"num_layers": 2, "shared_lm_head": False, "num_draft_tokens": 2}),
 }
 CARRIED = {
-    "eagle3": {"eagle3", "hf", "openvino", "speculators", "trtllm"},
-    "eagle3_trio": {"eagle3", "hf", "openvino", "speculators", "trtllm"},
+    "eagle3": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
+    "eagle3_trio": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
     "eagle3_two_layers": {"eagle3", "hf", "speculators", "trtllm"},
     "eagle3_unordered": {"eagle3", "hf", "trtllm"},
-    "eagle3_published": {"eagle3", "hf", "speculators"},
-    "eagle3_wide": {"eagle3", "hf", "openvino", "speculators", "trtllm"},
+    "eagle3_published": {"eagle3", "gguf", "hf", "speculators"},
+    "eagle3_wide": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
     "eagle": {"hf", "sglang_eagle", "vllm_eagle"},
     "eagle_reduced": {"hf", "sglang_eagle", "vllm_eagle"},
     "medusa": {"hf", "medusa"},
@@ -70,13 +72,13 @@ def heads(tmp_path_factory: pytest.TempPathFactory, target: Path) -> dict[str, P
 @pytest.mark.parametrize("name", HEADS)
 def test_all_that_fit_are_written_and_verified(name: str, heads: dict[str, Path], tmp_path: Path) -> None:
     exports = export_head(Source(heads[name]), ExportConfig(format=["all"], output=str(tmp_path / "out")))
-    assert {export.format for export in exports} == CARRIED[name] - {"gguf"}
+    assert {export.format for export in exports} == CARRIED[name]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(e.format for e in exports)
     for export in exports:
         assert export.folder == tmp_path / "out" / export.format
         assert export.sizes == {path.name: path.stat().st_size for path in export.folder.iterdir()}
         assert not [path for path in export.folder.iterdir() if path.stat().st_mode & 0o777 != 0o644]
-        text = "".join(p.read_text() for p in export.folder.iterdir() if p.suffix not in (".safetensors", ".pt"))
+        text = "".join(p.read_text() for p in export.folder.iterdir() if p.suffix in (".md", ".json", ".py", ".yaml"))
         assert str(heads[name].parents[1]) not in text
 
 
@@ -87,7 +89,9 @@ def test_heads_of_half_precision(kind: str, dtype: torch.dtype, target: Path, tm
     exports = export_head(Source(head), ExportConfig(format=["all"], output=str(tmp_path / "out")))
     for export in exports:
         assert export.folder is not None
-        (path,) = export.folder.glob("*.safetensors")
+        (path,) = [*export.folder.glob("*.safetensors"), *export.folder.glob("*.gguf")]
+        if path.suffix == ".gguf":
+            continue
         own = [t.dtype for name, t in load_file(path).items() if t.is_floating_point() and "proj" in name]
         assert set(own) <= {dtype}
 
@@ -263,6 +267,39 @@ def test_planted_faults_are_found(fault: str, heads: dict[str, Path], tmp_path: 
     with pytest.raises(ExportError, match=r"^export\.format: .*(report this|nothing was written)$") as caught:
         verify(material, format, tmp_path / "out")
     assert "\n" not in str(caught.value)
+
+
+GGUF_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "halves apart": ("interleaved", lambda weight, heads: weight),
+    "layers off by one": ("ordered_layers", lambda material: [layer - 1 for layer in sorted(material.aux_layers)]),
+    "a flag lost": ("flag", lambda material, name: False),
+    "a tensor under another name": (
+        "NAMES",
+        lambda: {name: gguf.NAMES[name].replace("attn_norm_2", "attn_norm_3") for name in gguf.NAMES},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", GGUF_FAULTS)
+def test_planted_faults_of_gguf_are_found(
+    fault: str, heads: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, wrong = GGUF_FAULTS[fault]
+    with monkeypatch.context() as planted:
+        planted.setattr(gguf, name, wrong() if name == "NAMES" else wrong)
+        material, format = written(tmp_path / "out", heads["eagle3_published"], "gguf")
+    with pytest.raises(ExportError, match=r"^export\.format: "):
+        verify(material, format, tmp_path / "out")
+
+
+def test_the_map_of_gguf_holds_target_ids(heads: dict[str, Path], tmp_path: Path) -> None:
+    material, _ = written(tmp_path / "out", heads["eagle3_trio"], "gguf")
+    reader = GGUFReader(tmp_path / "out" / "draft.gguf")
+    (found,) = [tensor for tensor in reader.tensors if tensor.name == "d2t"]
+    assert material.draft_ids is not None
+    assert found.data.tolist() == material.draft_ids.tolist()
+    assert reader.get_field("eagle3.target_layers").contents() == [2, 5, 7]
+    assert reader.get_field("tokenizer.ggml.tokens").contents()[1] == "<|im_start|>"
 
 
 def test_a_failed_verification_leaves_the_earlier_export(

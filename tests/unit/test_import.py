@@ -26,6 +26,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 ROUND_TRIPS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "eagle3": ("eagle3", torch.float32, {"aux_layers": [8, 1, 5], "fc_norm": True, **REDUCED}),
     "eagle3_half": ("eagle3", torch.bfloat16, {"norm_before_residual": True, "layer_init": "random"}),
+    "eagle3_gguf": ("eagle3", torch.bfloat16, {**REDUCED, "norm_before_residual": True}),
     "eagle": ("eagle", torch.float32, {"unroll_steps": 2, "input_noise": 0.0}),
     "eagle_half": ("eagle", torch.bfloat16, REDUCED),
     "eagle_bias": ("eagle", torch.float32, {"fusion_bias": True}),
