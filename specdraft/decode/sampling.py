@@ -11,7 +11,7 @@ from specdraft.core.errors import ConfigError
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.plan import TreePlan
 
-NUCLEUS_TRIES = (64, 512, 4096)
+NUCLEUS_TRIES = (64, 512)
 """Most likely tokens among which the nucleus of a row is looked for before all are sorted, on a CPU."""
 ABSENT = -1
 """In place of a token where there is none."""

@@ -155,13 +155,13 @@ def test_truncation_is_that_of_transformers(settings: dict[str, Any], scale: flo
 
 def test_every_row_has_its_nucleus_wherever_it_is_found() -> None:
     """Rows whose nucleus is found at once, at a later try, and by sorting, in one call."""
-    logits = torch.randn(5, 2 * NUCLEUS_TRIES[-1], generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(5, 16 * NUCLEUS_TRIES[-1], generator=torch.Generator().manual_seed(0))
     logits *= torch.tensor([8.0, 1.0, 3.0, 0.01, 2.0])[:, None]
     config = SamplingConfig(temperature=1.0, top_p=0.9)
     found = truncate(logits, config)
     sizes = found.isfinite().sum(-1).tolist()
-    first, second, last = NUCLEUS_TRIES
-    assert sizes[0] < first < sizes[2] < second < sizes[4] < last < sizes[3]
+    first, last = NUCLEUS_TRIES
+    assert sizes[0] < first < sizes[2] < last < min(sizes[1], sizes[3], sizes[4])
     for row, alone in zip(logits, found, strict=True):
         values, tokens = row.double().softmax(-1).sort(descending=True)
         wanted = tokens[values.cumsum(0) - values < 0.9].tolist()
