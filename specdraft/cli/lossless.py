@@ -41,11 +41,11 @@ def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Check]:
     prompts = [renderer.prompt_ids([{"role": "user", "content": text}]) for text in texts]
     proposer = checked_proposer(cfg, target)
     decoder = SpeculativeDecoder(target, proposer)
-    texts = greedy_texts(target, prompts, cfg.decode.max_new_tokens)
+    answers = greedy_texts(target, prompts, cfg.decode.max_new_tokens)
     near_tie = NEAR_TIE[str(target.dtype).removeprefix("torch.")]
-    checks = [Check("greedy", *greedy_verdict(check_greedy(decoder, prompts, texts), near_tie))]
+    checks = [Check("greedy", *greedy_verdict(check_greedy(decoder, prompts, answers), near_tie))]
     if len(prompts) > 1:
-        together = check_greedy(decoder, prompts, texts, together=True)
+        together = check_greedy(decoder, prompts, answers, together=True)
         checks.append(Check(f"greedy, batch of {len(prompts)}", *greedy_verdict(together, near_tie)))
     verifiers = ["point_mass"]
     if proposer.draws:

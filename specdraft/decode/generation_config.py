@@ -138,7 +138,7 @@ def read_generation_config(
     return GenerateCall(
         max_new_tokens=_room(values, changes, prompt_length),
         eos=tuple(eos),
-        pad=(pads or eos or [None])[0],
+        pad=next(iter(pads or eos), None),
         pad_marks_padding=bool(pads) and pads[0] not in eos,
         copies=copies,
         returns_dict=bool(values["return_dict_in_generate"]),

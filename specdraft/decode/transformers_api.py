@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.decode._sampling_config import SamplingConfig
@@ -175,15 +175,15 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None, call: GenerateCal
     """The rows without their padding."""
     if attention_mask is None:
         is_token = torch.ones_like(input_ids, dtype=torch.bool)
-        if call.pad_marks_padding:
-            is_token = input_ids != call.pad
+        if call.pad_marks_padding and call.pad is not None:
+            is_token = input_ids.ne(call.pad)
     elif attention_mask.shape != input_ids.shape:
         raise DataError(
             f"attention_mask: must have the shape of input_ids {list(input_ids.shape)}, got "
             f"{list(attention_mask.shape)}; take both from the tokenizer"
         )
     else:
-        is_token = attention_mask.to(input_ids.device) != 0
+        is_token = attention_mask.to(input_ids.device).bool()
     prompts = []
     for i, (ids, kept) in enumerate(zip(input_ids.tolist(), is_token.tolist(), strict=True)):
         start = kept.index(True) if True in kept else len(kept)
@@ -203,5 +203,7 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None, call: GenerateCal
 def _padded(prompts: Tensor, results: list[DecodeResult], pad: int | None) -> Tensor:
     """Prompts ``[n, P]`` with their texts behind them, filled up with ``pad`` to one length."""
     longest = max(len(result.tokens) for result in results)
-    texts = [result.tokens + [pad] * (longest - len(result.tokens)) for result in results]
+    # Unknown only where all texts have one length.
+    filler = [] if pad is None else [pad]
+    texts = [result.tokens + filler * (longest - len(result.tokens)) for result in results]
     return torch.cat([prompts, torch.tensor(texts, device=prompts.device)], dim=1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
-from transformers.utils import is_bitsandbytes_available
+from transformers.utils.import_utils import is_bitsandbytes_available
 
 from specdraft.core.errors import ConfigError
 from specdraft.targets._config import TargetConfig

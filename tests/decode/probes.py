@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -37,3 +38,11 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, counted(name))
     return counts
+
+
+def live_storages() -> dict[int, int]:
+    """Address -> bytes of all memory that tensors hold; packed weights, which do not tell, are left out."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn and not tensor.is_meta]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
