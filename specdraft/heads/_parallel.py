@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,20 +16,21 @@ from specdraft.heads._blocks import DraftLayer, RMSNorm
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
 from specdraft.heads._unroll import AnchorLayout, TreePlan
+from specdraft.heads._unroll_batch import choose, draft
 from specdraft.heads.base import DraftHead, TokenPicker
 
 
 class ParallelHead(DraftHead):
     """One pass over the slots of a block gives the hidden states of all depths; a tree is filled in from them.
 
-    A kind supplies ``draft_block``, ``transition`` where a depth depends on the token before it, and ``unembedding``.
+    A kind supplies ``draft_blocks``, ``transition`` where a depth depends on the token before it, and ``unembedding``.
     """
 
     grows = True
 
     @abstractmethod
-    def draft_block(self, state: Any, context: DraftContext, embed: Embed) -> Tensor:
-        """Takes in what was committed; hidden states ``[K, H]`` of all depths after its last position."""
+    def draft_blocks(self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed) -> Tensor:
+        """Takes in what was committed in every row; hidden states ``[B, K, H]`` of all depths after its last position."""
 
     @abstractmethod
     def unembedding(self, unembed: Unembedding) -> Unembedding:
@@ -44,35 +46,62 @@ class ParallelHead(DraftHead):
 
     def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
         """The block's most likely tokens by rank; where depths depend on each other, level by level."""
-        hidden = self.draft_block(state, context, embed)[: tree.max_depth]
-        raw = state.raw(hidden)
-        root = context.next_tokens[0, -1:]
-        picker = TokenPicker(self, context)
-        bias = self.transition(root)
+        return self.propose_batch([state], [context], embed, tree)[0]
+
+    def propose_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, tree: DraftTree
+    ) -> list[Proposal]:
+        """See DraftHead: the rows share every product with a weight."""
+        state = states[0]
+        hidden = self.draft_blocks(states, contexts, embed)[:, : tree.max_depth]
+        raw = state.raw(hidden.flatten(0, 1)).unflatten(0, (len(states), -1))
+        roots = torch.cat([context.next_tokens[0, -1:] for context in contexts])
+        pickers = [TokenPicker(self, context) for context in contexts]
         plan = state.plan(tree, raw.device)
+        bias = self.transition(roots)
         if bias is None:
-            ranked = picker.ranked(state.unembed.finish(raw), tree.max_rank + 1)
-            proposal = picker.proposal(ranked[plan.depths, plan.ranks], tree, plan.queries)
-            return self._estimated(proposal, hidden, root)
-        drafted: list[Tensor] = []
-        for depth, level in enumerate(plan.levels):
-            if depth:
-                bias = self.transition(drafted[-1].index_select(0, level.query_tokens))
-            logits = state.unembed.finish(raw[depth] + bias)
-            drafted.append(picker.ranked(logits, level.max_rank + 1)[level.rows, level.ranks])
-        return self._estimated(picker.proposal(torch.cat(drafted), tree), hidden, root)
+            logits = state.unembed.finish(raw)
+            ranked = [picker.ranked(own, tree.max_rank + 1) for picker, own in zip(pickers, logits, strict=True)]
+            drafts = [
+                picker.proposal(own[plan.depths, plan.ranks], tree, plan.queries)
+                for picker, own in zip(pickers, ranked, strict=True)
+            ]
+        else:
+            drafted: list[Tensor] = []
+            for depth, level in enumerate(plan.levels):
+                if depth:
+                    bias = self.transition(drafted[-1].index_select(1, level.query_tokens).flatten())
+                assert bias is not None
+                logits = raw[:, depth, None] + bias.unflatten(0, (len(states), -1))
+                drafted.append(choose(pickers, state.unembed.finish(logits.flatten(0, 1)), level))
+            found = torch.cat(drafted, dim=1)
+            drafts = [picker.proposal(own, tree) for picker, own in zip(pickers, found, strict=True)]
+        if not tree.is_chain:
+            return drafts
+        rows = zip(drafts, hidden, roots, strict=True)
+        return [self._estimated(proposal, own, root) for proposal, own, root in rows]
 
     def _estimated(self, proposal: Proposal, hidden: Tensor, root: Tensor) -> Proposal:
-        """A chain with the estimate of every depth; trees are left as they are."""
-        if not isinstance(proposal.tree, DraftTree) or not proposal.tree.is_chain:
-            return proposal
-        before = torch.cat([root, proposal.tokens[0, :-1]])
+        """A chain with the estimate of every depth, if the head makes any."""
+        before = torch.cat([root[None], proposal.tokens[0, :-1]])
         return replace(proposal, confidence=self.estimate(hidden, before))
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """The likeliest paths by the product of the probabilities of their depths, best first (DDTree)."""
-        raw = state.raw(self.draft_block(state, context, embed)[: growth.depth])
-        bias = self.transition(context.next_tokens[0, -1:])
+        return self.grow_batch([state], [context], embed, growth)[0]
+
+    def grow_batch(
+        self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed, growth: TreeGrowth
+    ) -> list[Proposal]:
+        """See DraftHead: the rows share the block; their trees grow one after another."""
+        hidden = self.draft_blocks(states, contexts, embed)[:, : growth.depth]
+        raw = states[0].raw(hidden.flatten(0, 1)).unflatten(0, (len(states), -1))
+        rows = zip(raw, contexts, strict=True)
+        return [self._grown(states[0].unembed, own, context.next_tokens[0, -1:], growth) for own, context in rows]
+
+    def _grown(self, unembed: Unembedding, raw: Tensor, root: Tensor, growth: TreeGrowth) -> Proposal:
+        """The tree of one row from the raw logits ``[depth, D]``."""
+        bias = self.transition(root)
         # Where depths do not depend on each other, a beam of all that can be chosen costs no more.
         tree = GrowingTree(growth.total_tokens if bias is None else growth.top_k, raw.device)
         for depth in range(growth.depth):
@@ -80,10 +109,9 @@ class ParallelHead(DraftHead):
             if depth and bias is not None:
                 bias = self.transition(self.to_target_ids(tree.tokens))
             logits = raw[depth : depth + 1] if bias is None else raw[depth] + bias
-            ids, scores = likeliest(state.unembed.finish(logits), growth.top_k)
+            ids, scores = likeliest(unembed.finish(logits), growth.top_k)
             tree.extend(ids.expand(width, -1), scores.expand(width, -1))
-        chosen, grown = tree.best(growth.total_tokens)
-        return Proposal(self.to_target_ids(chosen)[None], grown, finite=tree.finite)
+        return draft(self, tree, growth)
 
     def caches(self, num_layers: int, layer: DraftLayer, max_length: int, num_slots: int) -> list[KeyValueCache]:
         """Empty caches of ``num_layers`` layers like ``layer``: ``max_length`` positions and the slots behind them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -251,18 +252,30 @@ class DFlashHead(ParallelHead):
         caches = self.caches(len(blocks), blocks[0].layer, max_length, self.num_slots)
         return BlockState(caches, self.unembedding(unembed))
 
-    def draft_block(self, state: Any, context: DraftContext, embed: Embed) -> Tensor:
-        """Adds the keys of the committed positions, then runs the block behind them; all slots, as in training."""
-        start, count = context.start, context.next_tokens.shape[1]
-        places = torch.arange(start, start + count + self.num_slots, device=context.next_tokens.device)
-        # The block begins at the position of its first token, one behind the last with features.
-        text = self._context(context.features)
-        hidden = self._block(context.next_tokens[0, -1:], embed)[0]
-        for block, cache in zip(self.blocks, state.caches, strict=True):
+    def draft_blocks(self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed) -> Tensor:
+        """Adds the keys of the committed positions, then runs the blocks behind them; all slots, as in training."""
+        slots, device = self.num_slots, contexts[0].next_tokens.device
+        counts = [context.next_tokens.shape[1] for context in contexts]
+        ends = [context.start + count for context, count in zip(contexts, counts, strict=True)]
+        # A block begins at the position of its first token, one behind the last with features.
+        places = torch.cat(
+            [
+                *(torch.arange(end - count, end, device=device) for end, count in zip(ends, counts, strict=True)),
+                *(torch.arange(end, end + slots, device=device) for end in ends),
+            ]
+        )
+        text = self._context(Features.concatenate([context.features for context in contexts]))
+        hidden = self._block(torch.cat([context.next_tokens[0, -1:] for context in contexts]), embed).flatten(0, 1)
+        sizes = [*counts, *[slots] * len(counts)]
+        for i, block in enumerate(self.blocks):
             rows = torch.cat([text, block.input_layernorm(hidden)])
-            query, *kept = block.layer.project(rows, places)
-            cache.write(start, *kept)
-            attended = cache.attend(query[count:], start + count + self.num_slots, self.causal)
-            hidden = block.layer.finish(attended, hidden)
-        normed: Tensor = self.norm(hidden[self.first :])
-        return normed
+            query, keys, values = (part.split(sizes) for part in block.layer.project(rows, places))
+            attended = []
+            for row, (state, end, count) in enumerate(zip(states, ends, counts, strict=True)):
+                cache, own = state.caches[i], len(counts) + row
+                cache.write(end - count, keys[row], values[row])
+                cache.write(end, keys[own], values[own])
+                attended.append(cache.attend(query[own], end + slots, self.causal))
+            hidden = block.layer.finish(torch.cat(attended), hidden)
+        normed: Tensor = self.norm(hidden).unflatten(0, (-1, slots))
+        return normed[:, self.first :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -169,9 +170,7 @@ class PEagleHead(ParallelHead):
             hidden = self.recomputed(through, layer, x if norm is None else norm(hidden), hidden)
         # Nothing reads the other rows of the text behind the last layer.
         wanted = torch.cat([batch.anchors, torch.arange(text, text + owner.numel(), device=ids.device)])
-        whole = BlockAttention(
-            layout, count, inner, torch.cat([torch.arange(count, device=ids.device) * slots, place])
-        )
+        whole = BlockAttention(layout, count, inner, torch.cat([torch.arange(count, device=ids.device) * slots, place]))
         norm, layer = top
         query, key, value = layer.project(x if norm is None else norm(hidden), places)
         attended = whole(query[wanted], (key[wanted], value[wanted]), (key[:text], value[:text]))
@@ -207,19 +206,39 @@ class PEagleHead(ParallelHead):
         self._reserve(max_length + slots)
         return BlockState(self.caches(1 + len(self.deeper), self.layer, max_length, slots), self.unembedding(unembed))
 
-    def draft_block(self, state: Any, context: DraftContext, embed: Embed) -> Tensor:
-        """One causal pass over the committed positions and the masks behind them."""
-        slots, start, count = self.config.num_draft_tokens, context.start, context.next_tokens.shape[1]
-        size = count + slots - 1
-        places = torch.arange(start, start + size, device=context.next_tokens.device)
-        x, hidden = self._rows(context.features, context.next_tokens[0], embed, slots - 1)
-        for i, ((norm, layer), cache) in enumerate(zip(self._layers(), state.caches, strict=True)):
-            query, *kept = layer.project(x if norm is None else norm(hidden), places)
-            cache.write(start, *kept)
-            if i + 1 == len(state.caches):  # nothing reads the other rows any more
-                query, hidden = query[-slots:], hidden[-slots:]
-            hidden = layer.finish(cache.attend(query, start + size, causal=True), hidden)
-        normed: Tensor = self.norm(hidden)
+    def draft_blocks(self, states: Sequence[Any], contexts: Sequence[DraftContext], embed: Embed) -> Tensor:
+        """One causal pass over the committed positions of every row and the masks behind them."""
+        slots, device = self.config.num_draft_tokens, contexts[0].next_tokens.device
+        counts = [context.next_tokens.shape[1] for context in contexts]
+        ends = [context.start + count for context, count in zip(contexts, counts, strict=True)]
+        sizes, masks = [count + slots - 1 for count in counts], (slots - 1) * len(counts)
+        features = Features.concatenate([context.features for context in contexts])
+        following = torch.cat([context.next_tokens[0] for context in contexts])
+        x, hidden = self._rows(features, following, embed, masks)
+        if len(counts) > 1:  # every row's text, then its masks
+            parts = zip(torch.arange(x.shape[0] - masks, device=device).split(counts), range(len(counts)), strict=True)
+            behind = torch.arange(x.shape[0] - masks, x.shape[0], device=device).view(len(counts), -1)
+            order = torch.cat([part for text, row in parts for part in (text, behind[row])])
+            x, hidden = x[order], hidden[order]
+        places = torch.cat(
+            [torch.arange(end - n, end + slots - 1, device=device) for end, n in zip(ends, counts, strict=True)]
+        )
+        layers = self._layers()
+        for i, (norm, layer) in enumerate(layers):
+            last = i + 1 == len(layers)
+            project = layer.project(x if norm is None else norm(hidden), places)
+            attended = []
+            for state, end, query, key, value in zip(
+                states, ends, *(part.split(sizes) for part in project), strict=True
+            ):
+                state.caches[i].write(end + slots - 1 - key.shape[0], key, value)
+                # Behind the last layer nothing reads the other rows.
+                own = query[-slots:] if last else query
+                attended.append(state.caches[i].attend(own, end + slots - 1, causal=True))
+            if last:
+                hidden = torch.cat([part[-slots:] for part in hidden.split(sizes)])
+            hidden = layer.finish(torch.cat(attended), hidden)
+        normed: Tensor = self.norm(hidden).unflatten(0, (-1, slots))
         return normed
 
 

@@ -64,7 +64,7 @@ def test_the_block_of_training_is_that_of_decoding(case: str) -> None:
             if stop > start:
                 index = torch.arange(start, stop)
                 context = DraftContext(ids[:, start + 1 : stop + 1], features.select(index), start)
-                drafted = head.draft_block(state, context, w.embed)
+                (drafted,) = head.draft_blocks([state], [context], w.embed)
         for k, step in enumerate(steps):
             torch.testing.assert_close(step.hidden[n, : SPEC.hidden_size], drafted[k], rtol=1e-4, atol=1e-5)
     assert batch.anchors.numel() > 12
@@ -173,7 +173,7 @@ def test_best_first_trees_are_the_likeliest_paths(rank: int) -> None:
     assert isinstance(head, DFlashHead) and head.vocab is not None
     state, context = context_of(w, head)
     with torch.no_grad():
-        hidden = head.draft_block(state, context, w.embed)
+        (hidden,) = head.draft_blocks([state], [context], w.embed)
         raw = hidden @ w.unembed.weight[head.vocab.draft_token_ids()].T
         grown = head.grow(state, context, w.embed, TreeGrowth(depth=3, top_k=5, total_tokens=12))
     ids = head.vocab.draft_token_ids().tolist()
@@ -202,7 +202,7 @@ def test_confidence_is_of_the_drafted_chain() -> None:
     assert isinstance(head, DFlashHead) and head.markov is not None and head.confidence is not None
     state, context = context_of(w, head)
     with torch.no_grad():
-        hidden = head.draft_block(state, context, w.embed)
+        (hidden,) = head.draft_blocks([state], [context], w.embed)
         proposal = head.propose(state, context, w.embed, DraftTree.chain(3))
         before = torch.cat([context.next_tokens[0, -1:], proposal.tokens[0, :2]])
         expected = head.confidence(torch.cat([hidden, head.markov.previous(before)], -1))[:, 0].sigmoid()
