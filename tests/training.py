@@ -78,6 +78,7 @@ def make_run(
     loss: dict[str, Any] | None = None,
     evaluate: Callable[[DraftHead], EvalPoint] | None = None,
     head: DraftHead | None = None,
+    capacity: int | None = None,
 ) -> TrainInputs:
     """A run in this process (and in its peers under a launcher)."""
     reset_accelerator()
@@ -96,6 +97,7 @@ def make_run(
             accumulation_steps=settings.accumulation_steps,
             world_size=accelerator.num_processes,
             rank=accelerator.process_index,
+            capacity=capacity,
         ),
         pad_id=0,
         optim=OptimConfig(**{"lr": 1e-2, **(optim or {})}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,16 +43,26 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     from specdraft.config.paths import check_output
     from specdraft.config.store import save_resolved
     from specdraft.eval.environment import environment
+    from specdraft.train.compiling import check_compiler
     from specdraft.train.inputs import make_accelerator
     from specdraft.train.loop import train
     from specdraft.train.optim import check_optimizer
     from specdraft.train.progress import parameter_table
+    from specdraft.train.resuming import compare_with_checkpoint
     from specdraft.train.state import on_main
+    from specdraft.train.trackers import check_tracker
 
     check_optimizer(cfg.optim)
+    check_tracker(cfg.tracker)
     accelerator = make_accelerator(cfg.trainer, cfg.target.device)
+    if cfg.trainer.compile:
+        check_compiler(accelerator.device)
     console = Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
     on_main(accelerator, lambda: check_output(cfg.folder, cfg.resume))
+    if cfg.resume != "never":
+        changed = on_main(accelerator, lambda: compare_with_checkpoint(cfg.folder, asdict(cfg)))
+        if changed:
+            console.print(changed, markup=False)
     inputs, target = assemble(cfg, accelerator, console)
 
     def describe() -> None:
@@ -99,6 +110,10 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
         rank=rank,
         seed=cfg.data.seed,
         bucket=cfg.data.bucket,
+        capacity=cfg.data.max_length if cfg.data.packing else None,
+    )
+    console.print(
+        f"batches: {plan.num_steps(0):,} steps an epoch, {plan.padding_share():.1%} of their positions padding"
     )
     assert target.tokenizer is not None
     inputs = TrainInputs(
@@ -208,14 +223,22 @@ def provenance(cfg: ExperimentRun, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(cfg: ExperimentRun, result: TrainResult, console: Console) -> None:
-    """The last line on the terminal."""
-    state = result.state
+    """The last lines on the terminal: what was done, where the time went, the best head and how to measure it."""
+    state, totals = result.state, result.totals
     if result.stopped:
         return
+    shares = ", ".join(f"{name.partition('/')[2]} {share:.0%}" for name, share in totals.items() if "/" in name)
+    rate = totals["tokens"] / totals["seconds"] if totals["seconds"] else 0.0
+    console.print(
+        f"trained: {state.step:,} steps, {state.tokens:,} tokens, {rate:,.0f} tokens/s in this process's "
+        f"{totals['seconds']:,.0f} s ({shares}), peak memory {totals['peak_memory_gib']:.2f} GiB",
+        markup=False,
+    )
     best = (
         f"acceptance length {state.best_value:.2f}, step {state.best_step}" if state.best_step >= 0 else "the last step"
     )
     console.print(f"best head: {cfg.folder / 'best'} ({best})", markup=False)
+    console.print(f"measure it: specdraft eval {shlex.quote('head=' + str(cfg.folder / 'best'))}", markup=False)
 
 
 def write_json(path: Path, value: Any) -> None:

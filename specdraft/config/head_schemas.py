@@ -108,3 +108,7 @@ def _is_literal(value: ast.expr | None) -> bool:
     except (ValueError, SyntaxError):
         return False
     return value is not None
+
+
+# At import, so that a process that unpickles a job of Hydra's launchers finds the classes under the names of their modules.
+head_schemas()

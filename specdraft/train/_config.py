@@ -9,7 +9,7 @@ from specdraft.core.errors import ConfigError
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 PRECISIONS = ("no", "bf16", "fp16")
-TRACKERS = ("none", "jsonl", "wandb")
+TRACKERS = ("none", "jsonl", "wandb", "tensorboard", "trackio")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +113,8 @@ class TrainerConfig:
     best is the last."""
     eval_max_new_tokens: int = 64
     """Tokens decoded per held-out prompt in that measurement."""
+    early_stop: int | None = None
+    """Measurements of acceptance in a row without a new best one after which training ends; null = never."""
     ema_decay: float | None = None
     """Share of the average that stays at each step when the weights are averaged (EMA): then the average is measured and
     saved, and checkpoints hold both; null = the weights themselves."""
@@ -132,7 +134,7 @@ class TrainerConfig:
         for name in ("epochs", "accumulation_steps", "log_every", "keep_checkpoints", "eval_max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}: must be at least 1, got {getattr(self, name)}; use 1 or more")
-        for name in ("max_steps", "eval_every", "save_every"):
+        for name in ("max_steps", "eval_every", "save_every", "early_stop"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"trainer.{name}: must be at least 1 or null, got {value}; use null or e.g. 100")
@@ -153,11 +155,20 @@ class TrainerConfig:
             raise ConfigError("trainer.warm_start: must not be empty, got ''; give a folder or a Hub id, or null")
         if self.prefetch < 0:
             raise ConfigError(f"trainer.prefetch: must not be negative, got {self.prefetch}; use 0 for none")
-        if self.eval_prompts < 0:
-            raise ConfigError(f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none")
+        self._check_measurements()
         if self.mixed_precision not in PRECISIONS:
             raise ConfigError(
                 f"trainer.mixed_precision: unknown, got {self.mixed_precision!r}; use {', '.join(PRECISIONS)}"
+            )
+
+    def _check_measurements(self) -> None:
+        """Rules of what is measured on held-out prompts."""
+        if self.eval_prompts < 0:
+            raise ConfigError(f"trainer.eval_prompts: must not be negative, got {self.eval_prompts}; use 0 for none")
+        if self.early_stop is not None and not self.eval_prompts:
+            raise ConfigError(
+                f"trainer.early_stop: has no effect without trainer.eval_prompts, got {self.early_stop}; "
+                "use null or set trainer.eval_prompts"
             )
 
 
@@ -166,9 +177,10 @@ class TrackerConfig:
     """Where metrics go besides the terminal."""
 
     kind: str = "jsonl"
-    """none, jsonl (metrics.jsonl in the run's folder) or wandb (Weights & Biases, online or offline)."""
+    """none, jsonl (metrics.jsonl in the run's folder), wandb (Weights & Biases, online or offline), tensorboard (event files
+    in the run's folder) or trackio (a local dashboard)."""
     project: str = "specdraft"
-    """Project under which wandb files the run."""
+    """Project under which wandb or trackio file the run."""
 
     def __post_init__(self) -> None:
         if self.kind not in TRACKERS:

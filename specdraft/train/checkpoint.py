@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Checkpoint:
     parameter added or frozen later does not shift the others. rng: ``rng_state()`` of every rank. run: what
     must be the same for the data position to mean the same. scaler: the fp16 loss scaler's state, else empty.
     average: the average of the weights by parameter name, None where they are not averaged.
+    settings: of the whole run, to tell what a resumed run does otherwise.
     """
 
     state: TrainState
@@ -52,6 +53,7 @@ class Checkpoint:
     run: dict[str, Any]
     scaler: dict[str, Any]
     average: dict[str, Tensor] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -95,6 +97,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         "state": asdict(checkpoint.state),
         "run": checkpoint.run,
         "scaler": checkpoint.scaler,
+        "settings": checkpoint.settings,
         "sha256": {path.name: _digest(path) for path in sorted(folder.iterdir())},
     }
     (folder / STATE_NAME).write_text(json.dumps(record, indent=2) + "\n")
@@ -181,11 +184,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
             run=record["run"],
             scaler=record["scaler"],
             average=load_file(path / AVERAGE_NAME) if AVERAGE_NAME in record["sha256"] else None,
+            settings=record.get("settings", {}),
         )
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"resume: the checkpoint cannot be read, got {path} ({error})") from error
+
+
+def newest_settings(folder: Path) -> dict[str, Any]:
+    """Settings of the run that wrote the newest checkpoint in ``folder``; empty where none can be read."""
+    for path in list_checkpoints(folder):
+        try:
+            settings: dict[str, Any] = json.loads((path / STATE_NAME).read_text())["settings"]
+        except (OSError, ValueError, KeyError):
+            continue
+        return settings
+    return {}
 
 
 def choose_checkpoint(folder: Path, resume: str) -> Path | None:

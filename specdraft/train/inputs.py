@@ -75,10 +75,11 @@ class TrainInputs:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """state: where training ended. stopped: True when a signal ended it early."""
+    """state: where training ended. stopped: True when a signal ended it early. totals: see ``Meter.totals``."""
 
     state: TrainState
     stopped: bool
+    totals: dict[str, float]
 
 
 def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerator:
@@ -87,7 +88,7 @@ def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerato
     ``device``: ``auto`` (every process its own accelerator, if there are any), ``cpu``, or one CUDA device.
 
     Raises:
-        ConfigError: several processes on one device, or a precision that the device lacks.
+        ConfigError: several processes on one device, a precision that the device lacks, or a launch that shards the head.
     """
     if device.startswith("cuda"):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -100,4 +101,10 @@ def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerato
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     if trainer.mixed_precision == "fp16" and on_cpu:
         raise ConfigError("trainer.mixed_precision: needs an accelerator, got fp16 on the CPU; use bf16 or no")
+    for name, what in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if os.environ.get(name, "false").lower() == "true":
+            raise ConfigError(
+                f"accelerate: heads are small, so every process holds one (DDP), got a launch with {what}; "
+                "use --config_file configs/accelerate/ddp.yaml"
+            )
     return Accelerator(mixed_precision=trainer.mixed_precision, cpu=on_cpu, kwargs_handlers=[ddp, patience])

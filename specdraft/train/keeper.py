@@ -81,7 +81,8 @@ class Keeper:
             tensors = _saved(head.state_dict())
             average = None if self.average is None else _saved(self.average.tensors)
             optimizer = optimizer_tensors(head, self.optimizer)
-            checkpoint = Checkpoint(state, tensors, optimizer, rng, self._must_agree, scaler, average)
+            settings = self.run.settings
+            checkpoint = Checkpoint(state, tensors, optimizer, rng, self._must_agree, scaler, average, settings)
             save_checkpoint(self.folder, checkpoint, self.run.trainer.keep_checkpoints)
             self._save_head("last", state, None)
 
@@ -92,6 +93,11 @@ class Keeper:
         run = self.run
         due = state.step == run.total_steps or (state.step > 0 and state.is_due(run.trainer.eval_every))
         return run.evaluate is not None and due and state.evaluated_step < state.step
+
+    def exhausted(self, state: TrainState) -> bool:
+        """Whether acceptance has not grown for so long that training should end."""
+        most = self.run.trainer.early_stop
+        return most is not None and state.stale >= most
 
     def progress(self, state: TrainState) -> dict[str, float]:
         """How far the run is."""
@@ -126,7 +132,9 @@ class Keeper:
         value = on_main(run.accelerator, act)
         state.evaluated_step = state.step
         if value > state.best_value:
-            state.best_value, state.best_step = value, state.step
+            state.best_value, state.best_step, state.stale = value, state.step, 0
+        else:
+            state.stale += 1
         on_main(run.accelerator, lambda: update_state(self.folder, state))
 
     def finish(self, state: TrainState) -> None:

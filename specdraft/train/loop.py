@@ -63,7 +63,7 @@ def train(run: TrainInputs) -> TrainResult:
         if keeper.measures_now(state):
             keeper.evaluate(state, display)  # a kill fell between the checkpoint and the measurement
         stopped = False
-        for window in stream:
+        for window in stream if not keeper.exhausted(state) else ():
             lr = set_lr(optimizer, run.optim, total_steps, state.step)
             work = [tokens for tokens in window if bool((tokens.row_ids >= 0).any())]
             denominator, num_tokens = sum_over_ranks(
@@ -107,10 +107,16 @@ def train(run: TrainInputs) -> TrainResult:
                     break
                 if keeper.measures_now(state):
                     keeper.evaluate(state, display)
+                if keeper.exhausted(state) and not done:
+                    display.line(
+                        f"stopped early after step {state.step}: {state.stale} measurements brought no new best"
+                    )
+                    keeper.save(state)
+                    break
         keeper.finish(state)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     head.eval()
-    return TrainResult(state, stopped=stopped and state.step < total_steps)
+    return TrainResult(state, stopped=stopped and state.step < total_steps, totals=meter.totals())
 
 
 def backward(

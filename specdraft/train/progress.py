@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Meter:
     def __init__(self, device: torch.device, num_draft_tokens: int) -> None:
         self._cuda = device.type == "cuda"
         self._zeros = StepStats.zeros(num_draft_tokens).pack().to(device)
+        self._total = dict.fromkeys((*PHASES, "seconds", "tokens"), 0.0)
         self._reset()
 
     def _reset(self) -> None:
@@ -79,7 +81,7 @@ class Meter:
         self._steps += 1
 
     def collect(self, accelerator: Accelerator) -> dict[str, float]:
-        """Metrics since the last call, over all ranks (time shares: of this one). Every rank must call it."""
+        """Metrics since the last call, over all ranks (time and memory: of this one). Every rank must call it."""
         packed = sum_over_ranks(accelerator, self._stats.flatten().tolist())
         stats = StepStats.unpack(torch.tensor(packed, dtype=torch.float64).view_as(self._zeros))
         if self._cuda:
@@ -92,8 +94,30 @@ class Meter:
         values["expected_acceptance_length"] = stats.expected_acceptance_length
         values["tokens_per_s"] = self._tokens / elapsed
         values |= {f"time/{name}": seconds / elapsed for name, seconds in self._seconds.items()}
+        values["peak_memory_gib"] = peak_memory_bytes(self._cuda) / 2**30
+        for name, amount in {**self._seconds, "seconds": elapsed, "tokens": self._tokens}.items():
+            self._total[name] += amount
         self._reset()
         return values
+
+    def totals(self) -> dict[str, float]:
+        """Up to the last ``collect``: seconds of training without what was paused, tokens, shares of time, peak memory."""
+        seconds = self._total["seconds"]
+        shares = {f"time/{name}": self._total[name] / seconds if seconds else 0.0 for name in PHASES}
+        memory = peak_memory_bytes(self._cuda) / 2**30
+        return {"seconds": seconds, "tokens": self._total["tokens"], "peak_memory_gib": memory, **shares}
+
+
+def peak_memory_bytes(cuda: bool) -> float:
+    """The most memory that this process has held so far: allocated on its CUDA device, else resident on the host."""
+    if cuda:
+        return float(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
 class Display:

@@ -49,6 +49,8 @@ class TrainState:
     """Highest measured acceptance length; 0 before the first measurement."""
     best_step: int = -1
     """The step of the best head."""
+    stale: int = 0
+    """Measurements since then."""
 
     def advance(self, steps_of_epoch: int) -> None:
         """One optimizer step more, in an epoch of so many."""

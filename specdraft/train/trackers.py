@@ -1,9 +1,11 @@
-"""Where metrics go: nowhere, a JSONL file, or Weights & Biases, behind one protocol."""
+"""Where metrics go: nowhere, a JSONL file, Weights & Biases, TensorBoard or Trackio, behind one protocol."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,10 +114,7 @@ class WandbTracker:
                 config=dict(config),
             )
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:
-            raise ConfigError(
-                f"tracker.kind: wandb could not start, got {error}; run `wandb login`, or use "
-                "WANDB_MODE=offline or tracker=jsonl"
-            ) from error
+            raise _refused(error) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One wandb step per optimizer step."""
@@ -127,8 +126,93 @@ class WandbTracker:
             self._run.finish()
 
 
+class TensorBoardTracker:
+    """Event files in ``tensorboard`` of the run's folder; what a resumed run does again replaces what it did before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    def start(self, step: int, config: Mapping[str, Any]) -> None:
+        """Opens the event file; the settings are a text beside the metrics."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
+        self._writer.add_text("settings", f"```json\n{json.dumps(dict(config), indent=2, default=str)}\n```", step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One scalar per metric."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class TrackioTracker:
+    """A Trackio run named as the run's folder, which a resumed training continues."""
+
+    def __init__(self, folder: Path, project: str) -> None:
+        self.folder = folder
+        self.project = project
+        self._run: Any = None
+
+    def start(self, step: int, config: Mapping[str, Any]) -> None:
+        """Opens the run."""
+        import trackio
+
+        resume = "allow" if step else "never"
+        self._run = trackio.init(project=self.project, name=self.folder.name, config=dict(config), resume=resume)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One Trackio step per optimizer step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Flushes and ends the run."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def check_tracker(config: TrackerConfig) -> None:
+    """What a tracker needs besides settings, found out before a model is loaded.
+
+    Raises:
+        ConfigError: its package is not installed, or wandb has no login.
+    """
+    package = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}.get(config.kind)
+    if package is None:
+        return
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"tracker.kind: needs the package {package}, got {config.kind}; pip install {package}, or use tracker=jsonl"
+        )
+    if config.kind == "wandb" and os.environ.get("WANDB_MODE", "online") in ("online", "run"):
+        import wandb
+
+        try:
+            found = wandb.login()
+        except wandb.errors.UsageError as error:
+            raise _refused(error) from error
+        if not found:
+            raise _refused("no login")
+
+
+def _refused(reason: object) -> ConfigError:
+    """The error for a wandb that does not start."""
+    return ConfigError(
+        f"tracker.kind: wandb could not start, got {reason}; run `wandb login`, or use WANDB_MODE=offline or tracker=jsonl"
+    )
+
+
 def build_tracker(config: TrackerConfig, folder: Path, is_main_process: bool = True) -> Tracker:
     """The tracker of ``config`` for a run in ``folder``; other ranks than 0 get one that drops everything."""
     if config.kind == "none" or not is_main_process:
         return NoTracker()
+    if config.kind == "tensorboard":
+        return TensorBoardTracker(folder)
+    if config.kind == "trackio":
+        return TrackioTracker(folder, config.project)
     return JsonlTracker(folder) if config.kind == "jsonl" else WandbTracker(folder, config.project)

@@ -1,4 +1,4 @@
-"""Two real processes (torchrun, gloo on the CPU) train as one process with twice the accumulation does."""
+"""Real processes (torchrun, gloo on the CPU) train as one process with as many rows a step does."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ from tests.tiny import tiny_target
 from tests.training import make_rows, make_run, weights
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
-def start(folder: Path, kind: str, settings: dict[str, Any]) -> subprocess.Popen[str]:
-    """Two processes that run ``train_job``."""
-    return spawn(["-m", "tests.integration.train_job", str(folder), kind, json.dumps(settings)])
+def start(folder: Path, kind: str, settings: dict[str, Any], num_processes: int = 2) -> subprocess.Popen[str]:
+    """Processes that run ``train_job``."""
+    settings = {**settings, "expect_processes": num_processes}
+    return spawn(["-m", "tests.integration.train_job", str(folder), kind, json.dumps(settings)], num_processes)
 
 
-def spawn(arguments: list[str]) -> subprocess.Popen[str]:
+def spawn(arguments: list[str], num_processes: int = 2) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*TORCHRUN, *arguments], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*TORCHRUN, str(num_processes), *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -61,7 +67,7 @@ def metrics(folder: Path, name: str) -> list[float]:
 def test_two_processes_equal_one_with_twice_the_accumulation(tmp_path: Path, kind: str) -> None:
     """Rows of unequal length, a last step in which one rank has no work, and a rank without supervision."""
     common = {"num_rows": 11, "masked": [0, 3, 4], "trainer": {"epochs": 2, "accumulation_steps": 2}}
-    process = start(tmp_path / "two", kind, {**common, "expect_processes": 2})
+    process = start(tmp_path / "two", kind, common)
     single = make_run(
         tmp_path / "one",
         kind=kind,
@@ -86,16 +92,85 @@ def test_two_processes_equal_one_with_twice_the_accumulation(tmp_path: Path, kin
     assert {path.name for path in (tmp_path / "two").iterdir()} == {"checkpoints", "last", "best", "metrics.jsonl"}
 
 
-def test_a_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
-    """Both ranks save one checkpoint at the same step; two processes then continue from it."""
-    settings = {"expect_processes": 2, "delay_s": 0.2, "trainer": {"epochs": 50}, "batch_size": 2}
-    process = start(tmp_path, "medusa", settings)
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "muon"}], ids=["adamw", "muon"])
+def test_four_processes_equal_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Packed rows, averaged weights, and in the last step three ranks without work."""
+    job = {"num_rows": 9, "capacity": 20, "optim": settings, "trainer": {"epochs": 2, "ema_decay": 0.5}}
+    process = start(tmp_path / "four", "eagle3", job, 4)
+    trainer = {"epochs": 2, "ema_decay": 0.5, "accumulation_steps": 4}
+    single = make_run(tmp_path / "one", kind="eagle3", rows=make_rows(9), optim=settings, trainer=trainer, capacity=20)
+    train(single)
+    code, results, err = finish(process)
+    assert code == 0, err
+    assert [result["state"] for result in results] == [results[0]["state"]] * 4
+    four = weights(load_head(tmp_path / "four/last"))
+    for name, value in weights(single.head).items():
+        torch.testing.assert_close(four[name], value, atol=2e-5, rtol=1e-3)
+    assert metrics(tmp_path / "four", "loss") == pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-4)
+
+
+def test_a_checkpoint_continues_at_another_number_of_processes(tmp_path: Path) -> None:
+    """Four ranks, then one, then two, each with as many rows a step: the losses of one process all along."""
+    rows = make_rows(12)
+    settings: dict[str, Any] = {"num_rows": 12}
+    parts = ((4, 1, 2, "never"), (1, 4, 3, "must"), (2, 2, 6, "must"))
+    for num_processes, accumulation_steps, max_steps, resume in parts:
+        trainer = {"epochs": 2, "accumulation_steps": accumulation_steps, "max_steps": max_steps}
+        schedule = {"schedule": "constant", "warmup_ratio": 0.0}
+        if num_processes == 1:
+            train(make_run(tmp_path / "run", kind="eagle3", rows=rows, trainer=trainer, resume=resume, optim=schedule))
+            continue
+        job = {**settings, "trainer": trainer, "resume": resume, "optim": schedule}
+        code, results, err = finish(start(tmp_path / "run", "eagle3", job, num_processes))
+        assert code == 0, err
+        assert results[0]["state"]["step"] == max_steps
+    trainer = {"epochs": 2, "accumulation_steps": 4}
+    single = make_run(
+        tmp_path / "one", kind="eagle3", rows=rows, trainer=trainer, optim={"schedule": "constant", "warmup_ratio": 0.0}
+    )
+    train(single)
+    assert metrics(tmp_path / "run", "step") == list(range(1, 7))
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-4)
+    saved = weights(load_head(tmp_path / "run/last"))
+    for name, value in weights(single.head).items():
+        torch.testing.assert_close(saved[name], value, atol=2e-5, rtol=1e-3)
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    return sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def wait_for_steps(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path, "step")) < 2:
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder, "step")) < count:
         assert time.monotonic() < deadline, "no step within a minute"
         time.sleep(0.1)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(max(map(int, children)), signal.SIGTERM)
+
+
+def test_killing_one_rank_ends_the_job_and_its_checkpoint_continues(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch_size": 2, "trainer": {"epochs": 50, "save_every": 1, "keep_checkpoints": 3}}
+    process = start(tmp_path, "medusa", {**settings, "delay_s": 0.2})
+    wait_for_steps(tmp_path, 3)
+    killed = time.monotonic()
+    os.kill(children_of(process)[-1], signal.SIGKILL)
+    code, results, err = finish(process, timeout_s=60)
+    assert time.monotonic() - killed < 60
+    assert code != 0
+    assert results == []
+    assert "SIGKILL" in err or "Signal 9" in err
+    step = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0]).state.step
+    assert step >= 2
+    settings["trainer"]["max_steps"] = step + 2
+    code, results, err = finish(start(tmp_path, "medusa", {**settings, "resume": "must"}))
+    assert code == 0, err
+    assert [result["state"]["step"] for result in results] == [step + 2] * 2
+
+
+def test_a_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
+    """Both ranks save one checkpoint at the same step; two processes then continue from it."""
+    process = start(tmp_path, "medusa", {"delay_s": 0.2, "trainer": {"epochs": 50}, "batch_size": 2})
+    wait_for_steps(tmp_path, 2)
+    os.kill(children_of(process)[-1], signal.SIGTERM)
     code, results, err = finish(process)
     assert code == 0, err
     assert [result["stopped"] for result in results] == [True, True]
@@ -104,7 +179,7 @@ def test_a_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
     saved = read_checkpoint(newest)
     assert saved.state.step == results[0]["state"]["step"]
     assert len(saved.rng) == 2
-    settings = {"expect_processes": 2, "trainer": {"epochs": 50, "max_steps": saved.state.step + 2}, "batch_size": 2}
+    settings = {"trainer": {"epochs": 50, "max_steps": saved.state.step + 2}, "batch_size": 2}
     code, results, err = finish(start(tmp_path, "medusa", {**settings, "resume": "must"}))
     assert code == 0, err
     assert [result["state"]["step"] for result in results] == [saved.state.step + 2] * 2
@@ -113,7 +188,7 @@ def test_a_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
 def test_an_error_of_rank_0_ends_both(tmp_path: Path) -> None:
     """A checkpoint that cannot be written is one error, and no rank is left waiting."""
     (tmp_path / "checkpoints").write_text("in the way")
-    code, results, err = finish(start(tmp_path, "medusa", {"expect_processes": 2, "trainer": {"max_steps": 1}}))
+    code, results, err = finish(start(tmp_path, "medusa", {"trainer": {"max_steps": 1}}))
     assert code != 0
     assert results == []
     assert err.count("CheckpointError: output_dir: the checkpoint of step 1 could not be saved") == 2

@@ -96,6 +96,9 @@ def test_a_run_leaves_what_it_should(
         "draft vocabulary: 40 of 97 tokens cover ",
         "frozen",
         "best head: outputs/tiny/best",
+        "measure it: specdraft eval head=outputs/tiny/best\n",
+        "trained: 6 steps, 774 tokens, ",
+        "steps an epoch, ",
     ):
         assert text in out
 
@@ -109,7 +112,17 @@ def test_occupied_folder_resume_and_must(tmp_path: Path, train: Train, capsys: p
     assert train(*settings) == 2
     assert "resume: the run's folder outputs/short is not empty, got never" in capsys.readouterr().err
     assert train(*settings, "resume=auto") == 0
-    assert "continuing after step 2 of 6" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "continuing after step 2 of 6" in out
+    assert "resume: other settings than at the checkpoint: trainer.max_steps None (was 2)\n" in out
+    capsys.readouterr()
+    assert train(*settings, "resume=auto", "head.num_draft_tokens=2", "data.seed=5", "optim.lr=3e-4") == 2
+    captured = capsys.readouterr()
+    assert (
+        "resume: the checkpoint was made with other settings, got data.seed 5 (was 0), head.num_draft_tokens 2 (was 4)"
+        in captured.err
+    )
+    assert "data:" not in captured.out  # before the target and the data are loaded
     assert train(*settings[:1], *settings[2:], "name=straight") == 0
     heads = [load_head(tmp_path / f"outputs/{name}/last").state_dict() for name in ("short", "straight")]
     assert all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
@@ -120,8 +133,35 @@ def test_failures_before_training_leave_no_folder(
 ) -> None:
     """A mistake that shows once the target is loaded: one line, exit 2, and the name is still free."""
     assert train("head=medusa", "head.draft_vocab_size=1000") == 2
-    assert "head.draft_vocab_size: exceeds the target's vocabulary of 97, got 1000" in capsys.readouterr().err
+    assert "and the target's 97, got 1000; choose a size between them" in capsys.readouterr().err
     assert not (tmp_path / "outputs/tiny").exists()
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "trackio"])
+def test_a_tracker_without_its_package_is_one_line(
+    train: Train, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the target, whose folder does not exist here, is looked for."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert train(f"tracker={kind}", "target.name=/nowhere") == 2
+    assert f"tracker.kind: needs the package {kind}, got {kind}; pip install {kind}, or" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_packed_averaged_muon_training(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options together, from the command line to a head."""
+    words = (
+        "data.packing=true",
+        "data.batch_size=1",
+        "data.max_length=256",
+        "optim=muon",
+        "optim.schedule=wsd",
+        "trainer.ema_decay=0.9",
+    )
+    assert train("head=eagle3", "trainer.gradient_checkpointing=true", *words) == 0
+    out = capsys.readouterr().out
+    assert "batches: 2 steps an epoch, " in out
+    assert "best head: outputs/tiny/best (acceptance length " in out
 
 
 def test_nan_is_one_line(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,6 +214,7 @@ def test_what_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "grad_norm",
         "expected_acceptance_length",
         "tokens_per_s",
+        "peak_memory_gib",
         "epoch",
         "tokens",
         "skipped_steps",
@@ -226,6 +227,7 @@ def test_what_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert all(line[name] > 0 for name in phases)
     assert sum(line[name] for name in phases) <= 1
     assert 1 <= line["expected_acceptance_length"] <= 4
+    assert 0.05 < line["peak_memory_gib"] < 100
     assert "step 3  loss" in capsys.readouterr().out
 
 
@@ -299,6 +301,33 @@ def test_best_head_is_the_one_with_the_longest_acceptance(tmp_path: Path) -> Non
         (7, 2.5),
     ]
     assert points[0]["eval/acceptance_rate/2"] == 0.25
+
+
+def test_totals_add_up_over_lines(tmp_path: Path) -> None:
+    totals = train(make_run(tmp_path, trainer={"log_every": 5})).totals
+    lines = metrics(tmp_path)
+    assert len(lines) == 3
+    assert totals["tokens"] == lines[-1]["tokens"]
+    assert totals["seconds"] > 0
+    shares = [totals[f"time/{name}"] for name in ("data", "target", "draft", "optimizer")]
+    assert all(share > 0 for share in shares)
+    assert 0.5 < sum(shares) <= 1
+
+
+def test_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two measurements without a new best end the run, and a resumed one does not go on."""
+    script = Scripted([1.5, 2.0, 2.0, 1.9, 3.0])
+    settings = {"eval_every": 2, "early_stop": 2, "log_every": 1}
+    result = train(make_run(tmp_path, trainer=settings, evaluate=script))
+    assert (result.state.step, result.state.best_step, result.state.stale, result.stopped) == (8, 4, 2, False)
+    assert "stopped early after step 8: 2 measurements brought no new best" in capsys.readouterr().out
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000008"]
+    again = train(make_run(tmp_path, trainer=settings, evaluate=Scripted([]), resume="must"))
+    assert again.state == result.state
+    more = train(
+        make_run(tmp_path, trainer={**settings, "early_stop": 3}, evaluate=Scripted([3.0, 1.0]), resume="must")
+    )
+    assert (more.state.step, more.state.best_step, more.state.stale) == (12, 10, 1)
 
 
 def test_evaluation_is_due_at_the_end_of_every_epoch(tmp_path: Path) -> None:
