@@ -58,6 +58,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=4, help="depth of the draft model's chain")
     parser.add_argument("--lookup-tokens", type=int, default=10, help="depth of prompt lookup, here and there")
     parser.add_argument("--min-probability", type=float, default=0.0, help="of a token of the draft model, here")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["plain", "lookup", "suffix", "assistant", "draft model"],
+        help="parts of names; plain is always in",
+    )
     parser.add_argument("--repeats", type=int, default=1, help="runs of every prompt; the fastest counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
@@ -173,6 +179,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     target, compared = methods(args)
+    compared = [method for method in compared if any(part in method.name for part in ["plain", *args.methods])]
     assert target.tokenizer is not None
     renderer = ChatRenderer(target.tokenizer)
     (prompts,) = load_sets([args.prompts], args.limit, 0).values()
