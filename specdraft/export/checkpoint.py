@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from specdraft.core.errors import CheckpointError
 from specdraft.export.formats.gguf import FILE as GGUF
-from specdraft.export.formats.gguf import read_file
+from specdraft.export.formats.gguf import read_draft
 from specdraft.export.formats.sglang_eagle import HOT_TOKENS
 from specdraft.export.sidecar import read_sidecar
+from specdraft.export.tensors import all_finite
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 PICKLED = ("*.bin", "*.pt")
@@ -52,7 +54,10 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     """
     folder = _locate(source, revision)
     if (folder / GGUF).is_file() and not (folder / "config.json").exists():
-        config, tensors = read_file(folder / GGUF)
+        try:
+            config, tensors = read_draft(folder / GGUF)
+        except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
+            raise CheckpointError(f"source: {GGUF} cannot be read, got {source} ({error}); fetch it again") from error
         return Checkpoint(source, folder, config, tensors, read_sidecar(folder), None)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -66,7 +71,7 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     for path in _weight_files(folder, source):
         tensors.update(_read(path, source))
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if not all_finite(tensor):
             raise CheckpointError(f"source: tensor {name} holds NaN or infinity, got {source}; use another checkpoint")
     hot = folder / HOT_TOKENS
     hot_tokens = next(iter(_read(hot, source).values())) if hot.is_file() else None

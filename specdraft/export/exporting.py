@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -151,7 +152,7 @@ def verify(material: Material, format: Format, folder: Path) -> None:
     """
     try:
         readings = format.readings(folder, material)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, struct.error) as error:
         raise ExportError(
             f"export.format: the export cannot be read back as {format.name}, got {error!r}; nothing was written, report this"
         ) from error

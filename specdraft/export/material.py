@@ -16,6 +16,7 @@ from specdraft.core.types import TargetSpec
 from specdraft.data.sources import file_sha256
 from specdraft.export.card import hub_id, portable
 from specdraft.export.probe import Drafts
+from specdraft.export.tensors import all_finite
 from specdraft.heads.base import DraftHead
 from specdraft.heads.storage import WEIGHTS_NAME, load_head, read_head_config
 from specdraft.targets.weights import TargetFiles
@@ -48,9 +49,7 @@ class Material:
         self.record = read_head_config(self.folder)
         self.head = load_head(self.folder)
         self.tensors = self.head.state_dict()
-        broken = next(
-            (k for k, v in self.tensors.items() if v.is_floating_point() and not bool(v.isfinite().all())), None
-        )
+        broken = next((name for name, value in self.tensors.items() if not all_finite(value)), None)
         if broken is not None:
             raise CheckpointError(
                 f"head: tensor {broken} holds NaN or infinity, got {self.folder}; use another checkpoint"

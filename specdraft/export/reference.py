@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdraft.core.errors import ExportError
 from specdraft.export.probe import World
+from specdraft.export.tensors import all_finite
 
 Tensors = Mapping[str, Tensor]
 
@@ -35,7 +36,7 @@ def check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], where
                 f"export.format: {name} of {where} is of shape {list(tensors[name].shape)}, expected {list(shape)}; "
                 "nothing was written, report this"
             )
-        if tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
+        if not all_finite(tensors[name]):
             raise ExportError(f"export.format: {name} of {where} holds NaN or infinity; nothing was written")
 
 

@@ -51,3 +51,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             rows = tensors[name].detach()
             for part in (rows.reshape(1) if rows.dim() == 0 else rows).split(CHUNK_ROWS):
                 file.write(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite; looks at some rows at a time, since the check makes copies."""
+    if not tensor.is_floating_point() or tensor.dim() == 0:
+        return bool(tensor.isfinite().all())
+    return all(bool(part.isfinite().all()) for part in tensor.split(CHUNK_ROWS))

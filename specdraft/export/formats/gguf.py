@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from torch import Tensor
 
-from specdraft.core.errors import ExportError
 from specdraft.export.eagle3_layout import eagle3_reading, eagle3_tensors, flag, ordered_layers, refuse_taps
 from specdraft.export.formats import eagle3
+from specdraft.export.gguf_file import read_gguf
 from specdraft.export.llama import draft_config
 from specdraft.export.material import Material
 from specdraft.export.probe import Reading
@@ -89,7 +89,7 @@ def write(material: Material, folder: Path) -> None:
     writer.add_array(LAYERS, ordered_layers(material))
     writer.add_uint32("eagle3.target_hidden_size", spec.hidden_size)
     writer.add_bool("eagle3.norm_before_residual", flag(material, "norm_before_residual"))
-    _add_tokenizer(writer, material)
+    add_tokenizer(writer, material)
     tensors = eagle3_tensors(material, eagle3.PREFIX)
     for name, gguf_name in NAMES.items():
         tensor = tensors[name]
@@ -125,7 +125,7 @@ def _byte_pairs(tokenizer: Any) -> list[str] | None:
     return [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in model["merges"]]
 
 
-def _add_tokenizer(writer: GGUFWriter, material: Material) -> None:
+def add_tokenizer(writer: GGUFWriter, material: Material) -> None:
     """The target's vocabulary: llama.cpp compares that of the draft with it."""
     tokenizer = _tokenizer(material)
     known = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -151,20 +151,16 @@ def _add_tokenizer(writer: GGUFWriter, material: Material) -> None:
     writer.add_add_bos_token(bool(getattr(tokenizer, "add_bos_token", False)))
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a draft's file, under the published names and with offsets in ``d2t``.
 
     Raises:
-        ExportError: it is no EAGLE-3 draft.
+        ValueError: it is no EAGLE-3 draft.
     """
-    reader = GGUFReader(path)
-
-    def value(key: str) -> Any:
-        found = reader.get_field(key)
-        return None if found is None else found.contents()
-
+    values, found = read_gguf(path)
+    value = values.get
     if value("general.architecture") != ARCHITECTURE:
-        raise ExportError(f"export.format: {path.name} is no EAGLE-3 draft; report this")
+        raise ValueError(f"{path.name} is no EAGLE-3 draft")
     theta = value("eagle3.rope.freq_base")
     config = {
         "hidden_size": value("eagle3.embedding_length"),
@@ -182,13 +178,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "eagle_aux_hidden_state_layer_ids": value(LAYERS),
     }
     theirs = {gguf_name: name for name, gguf_name in NAMES.items()}
-    tensors: dict[str, Tensor] = {}
-    for entry in reader.tensors:
-        shape = [int(size) for size in reversed(entry.shape)]
-        data = torch.from_numpy(np.array(entry.data))
-        if entry.tensor_type == GGMLQuantizationType.BF16:
-            data = data.view(torch.uint8).reshape(-1).view(torch.bfloat16)
-        tensors[theirs.get(entry.name, entry.name)] = data.reshape(shape)
+    tensors = {theirs.get(name, name): tensor for name, tensor in found.items()}
     for part in ("q", "k"):
         name = f"midlayer.self_attn.{part}_proj.weight"
         if name in tensors:
@@ -204,7 +194,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def readings(folder: Path, material: Material) -> list[Reading]:
     """As llama.cpp reads it: layers by their inputs, and always three of them."""
-    config, tensors = read_file(folder / FILE)
+    config, tensors = read_draft(folder / FILE)
     layers = config["eagle_aux_hidden_state_layer_ids"]
     return [eagle3_reading("llama.cpp", config, tensors, eagle3.PREFIX, layers)]
 
