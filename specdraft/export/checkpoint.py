@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from specdraft.export.formats.sglang_eagle import HOT_TOKENS
 from specdraft.export.sidecar import read_sidecar
 from specdraft.export.tensors import all_finite
 
-PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.gguf"]
 PICKLED = ("*.bin", "*.pt")
 
 
@@ -55,10 +54,10 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     folder = _locate(source, revision)
     if (folder / GGUF).is_file() and not (folder / "config.json").exists():
         try:
-            config, tensors = read_draft(folder / GGUF)
+            config, drafted = read_draft(folder / GGUF)
         except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
             raise CheckpointError(f"source: {GGUF} cannot be read, got {source} ({error}); fetch it again") from error
-        return Checkpoint(source, folder, config, tensors, read_sidecar(folder), None)
+        return Checkpoint(source, folder, config, drafted, read_sidecar(folder), None)
     try:
         config = json.loads((folder / "config.json").read_text())
     except OSError as error:
@@ -104,7 +103,7 @@ def _weight_files(folder: Path, source: str) -> list[Path]:
     return found
 
 
-def _read(path: Path, source: str) -> Iterator[Any] | dict[str, Tensor]:
+def _read(path: Path, source: str) -> dict[str, Tensor]:
     """The tensors of one file.
 
     Raises:

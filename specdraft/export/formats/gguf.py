@@ -162,7 +162,7 @@ def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if value("general.architecture") != ARCHITECTURE:
         raise ValueError(f"{path.name} is no EAGLE-3 draft")
     theta = value("eagle3.rope.freq_base")
-    config = {
+    config: dict[str, Any] = {
         "hidden_size": value("eagle3.embedding_length"),
         "intermediate_size": value("eagle3.feed_forward_length"),
         "num_attention_heads": value("eagle3.attention.head_count"),
