@@ -92,9 +92,12 @@ def test_two_processes_equal_one_with_twice_the_accumulation(tmp_path: Path, kin
     assert {path.name for path in (tmp_path / "two").iterdir()} == {"checkpoints", "last", "best", "metrics.jsonl"}
 
 
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "muon"}], ids=["adamw", "muon"])
-def test_four_processes_equal_one(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Packed rows, averaged weights, and in the last step three ranks without work."""
+@pytest.mark.parametrize(("settings", "atol"), [({}, 2e-5), ({"optimizer": "muon"}, 1e-3)], ids=["adamw", "muon"])
+def test_four_processes_equal_one(tmp_path: Path, settings: dict[str, Any], atol: float) -> None:
+    """Packed rows, averaged weights, and in the last step three ranks without work.
+
+    Muon's iteration runs in bfloat16, which makes more of the order in which gradients are added up.
+    """
     job = {"num_rows": 9, "capacity": 20, "optim": settings, "trainer": {"epochs": 2, "ema_decay": 0.5}}
     process = start(tmp_path / "four", "eagle3", job, 4)
     trainer = {"epochs": 2, "ema_decay": 0.5, "accumulation_steps": 4}
@@ -105,7 +108,7 @@ def test_four_processes_equal_one(tmp_path: Path, settings: dict[str, Any]) -> N
     assert [result["state"] for result in results] == [results[0]["state"]] * 4
     four = weights(load_head(tmp_path / "four/last"))
     for name, value in weights(single.head).items():
-        torch.testing.assert_close(four[name], value, atol=2e-5, rtol=1e-3)
+        torch.testing.assert_close(four[name], value, atol=atol, rtol=1e-3)
     assert metrics(tmp_path / "four", "loss") == pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-4)
 
 
