@@ -42,6 +42,8 @@ class Material:
     license: str | None = None
     head: DraftHead = field(init=False)
     record: dict[str, Any] = field(init=False)
+    in_subfolder: bool = field(init=False, default=False)
+    """Whether exports share a repository, where engines cannot name them by its id."""
     drafts: dict[bool, Drafts] = field(init=False, default_factory=dict)
     """What the head drafts over its own vocabulary (False) and over the whole one (True), kept for several formats."""
 

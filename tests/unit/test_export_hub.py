@@ -21,6 +21,7 @@ from specdraft.export.exporting import FILES, Export, Source
 from specdraft.export.exporting import export_head as export_heads
 from specdraft.export.formats.hf import probe, verify
 from specdraft.heads.storage import CONFIG_NAME, WEIGHTS_NAME, load_head, save_head
+from tests.exports import save_target, saved_head
 from tests.hub_server import FakeHub, fake_hub
 from tests.support import SPEC, make_head
 
@@ -206,6 +207,21 @@ def test_push_and_download_give_the_same_head(folder: Path, hub: FakeHub) -> Non
     for name, value in local.state_dict().items():
         assert torch.equal(value, remote.state_dict()[name])
     assert torch.equal(probe(local), probe(remote))
+
+
+def test_several_formats_share_a_repository(hub: FakeHub, tmp_path: Path) -> None:
+    head = saved_head(tmp_path / "head", save_target(tmp_path / "target"), "eagle3", draft_vocab_size=40)
+    config = ExportConfig(format=["hf", "eagle3", "trtllm"], push_to=REPO, output=str(tmp_path / "out"))
+    exports = export_heads(Source(head), config)
+    wanted = {
+        (name if export.format == "hf" else f"{export.format}/{name}"): data
+        for export in exports
+        if export.folder is not None
+        for name, data in contents(export.folder).items()
+    }
+    assert hub.repos[REPO] == wanted
+    assert b"./eagle3" in wanted["eagle3/SERVE.md"]
+    assert REPO.encode() not in wanted["eagle3/SERVE.md"] + wanted["trtllm/trtllm.yaml"]
 
 
 def test_a_head_from_the_hub_is_exported_here(folder: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

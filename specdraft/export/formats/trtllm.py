@@ -34,7 +34,7 @@ def write(material: Material, folder: Path) -> None:
         "speculative_config": {
             "decoding_type": "Eagle3",
             "max_draft_len": material.head.config.num_draft_tokens,
-            "speculative_model": material.repo_id or PLACE,
+            "speculative_model": PLACE if material.in_subfolder else material.repo_id or PLACE,
             "eagle3_layers_to_capture": [layer - 1 for layer in ordered_layers(material)],
         }
     }
@@ -54,7 +54,11 @@ def readings(folder: Path, material: Material) -> list[Reading]:
 
 def engines(material: Material, where: str) -> list[Engine]:
     """The server alone."""
-    fill = "" if material.repo_id else f'sed -i "s|{PLACE}|$(realpath {where})|" {where}/{OPTIONS}\n'
+    fill = (
+        ""
+        if material.repo_id and not material.in_subfolder
+        else f'sed -i "s|{PLACE}|$(realpath {where})|" {where}/{OPTIONS}\n'
+    )
     return [
         Engine(
             "TensorRT-LLM",
