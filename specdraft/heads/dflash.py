@@ -18,7 +18,6 @@ from specdraft.core.types import (
     Embed,
     FeatureRequest,
     Features,
-    LayerWeights,
     TargetSpec,
     Unembedding,
 )
@@ -121,8 +120,10 @@ class DFlashHead(ParallelHead):
         self.layers = nn.ModuleList(NormedLayer(spec, config) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, spec.rms_norm_eps)
         self.mask_token_id = config.mask_token_id
+        self.mask_embedding: nn.Parameter | None = None
         if self.mask_token_id is None:
-            self.mask_embedding = nn.Parameter(torch.randn(size) * 0.02)
+            if self.num_slots > 1:
+                self.mask_embedding = nn.Parameter(torch.randn(size) * 0.02)
         elif not 0 <= self.mask_token_id < spec.vocab_size:
             raise ConfigError(
                 f"head.mask_token_id: the target has tokens 0..{spec.vocab_size - 1}, got {self.mask_token_id}; use null"
@@ -144,13 +145,15 @@ class DFlashHead(ParallelHead):
         """The biases that the Markov head gives."""
         return [] if self.markov is None else ["markov.bias.weight"]
 
-    def init_layer(self, layer: LayerWeights | None) -> str | None:
-        """The norm before the lm_head starts as the target's."""
-        if layer is None:
-            return None
-        with torch.no_grad():
-            self.norm.weight.copy_(layer.final_norm)
-        return "draft layers: start at random, the norm behind them as the target's"
+    def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
+        """The norm before the lm_head starts where the logits of random states have a standard deviation of 1.
+
+        Some targets' own norm is large, for states that are far from random: with it training begins far off.
+        """
+        shared = self.draft_unembedding(unembed)
+        deviation = float(shared.weight.float().square().sum(-1).mean().sqrt()) * abs(shared.scale)
+        if deviation:
+            nn.init.constant_(self.norm.weight, 1.0 / deviation)
 
     def _context(self, features: Features) -> Tensor:
         """Target features ``[B, T, A*H]`` -> c ``[B*T, H]``."""
@@ -162,7 +165,7 @@ class DFlashHead(ParallelHead):
     def _block(self, tokens: Tensor, embed: Embed) -> Tensor:
         """Last tokens ``[n]`` -> the input of their blocks ``[n, S, H]``: the token, then masks."""
         first = embed(tokens).detach().to(self.dtype)
-        if self.mask_token_id is None:
+        if self.mask_embedding is not None:
             mask = self.mask_embedding.to(first.dtype)
         else:
             mask = embed(tokens.new_full((1,), self.mask_token_id)).detach().to(first.dtype)[0]
