@@ -90,13 +90,15 @@ def test_the_average_is_measured_and_saved(tmp_path: Path) -> None:
     assert same(weights(head), seen[-1])
 
 
-def test_resume_is_exact(tmp_path: Path) -> None:
-    seen, _ = averages(tmp_path)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_is_exact(tmp_path: Path, optimizer: str) -> None:
+    optim = {"optimizer": optimizer, "schedule": "wsd", "weight_decay": 0.01}
+    seen, _ = averages(tmp_path, optim=optim)
     for path in list_checkpoints(tmp_path / "checkpoints")[:2]:
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
-    resumed, _ = averages(tmp_path, resume="must")
+    resumed, _ = averages(tmp_path, resume="must", optim=optim)
     assert len(resumed) == 2
     assert all(same(a, b) for a, b in zip(resumed, seen[2:], strict=True))
 
