@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import struct
@@ -19,7 +18,6 @@ from safetensors import SafetensorError
 from specdraft.core.errors import ExportError, SpecDraftError
 from specdraft.export._config import ExportConfig
 from specdraft.export.card import hub_id, model_card, portable
-from specdraft.export.engines.checking import check_in_engine, unavailable
 from specdraft.export.formats.hf import MARK
 from specdraft.export.hub import upload
 from specdraft.export.llama import write_json
@@ -79,19 +77,10 @@ def export_head(
     """
     console = console or Console()
     folder = resolve_head(source.head, source.revision)
-    if "adapter" in read_head_config(folder):
-        raise ExportError(
-            f"head: drafts for a target with an adapter merged in, which no format carries, got {source.head}; "
-            "export a head of the original target"
-        )
     material = Material(folder, source.target, source.target_revision, config.push_to, config.license)
     formats, left_out = choose(config.format, material)
     for name, reason in left_out.items():
         console.print(f"left out: {name}: {reason}", markup=False, soft_wrap=True)
-    if config.verify == "engine" and config.format != ["all"]:
-        for format in formats:
-            if (missing := unavailable(format.name, config.engines)) is not None:
-                raise ExportError(f"export.verify: {missing}")
     alone = config.format != ["all"] and len(formats) == 1
     material.in_subfolder = not alone
     outputs = [output_folder(source.head, folder, config, format, alone=alone) for format in formats]
@@ -116,25 +105,12 @@ def _export(material: Material, format: Format, output: Path, config: ExportConf
     """Builds, verifies and places one export."""
     with _scratch(output, config.dry_run) as scratch:
         card = build(material, format, scratch, output.name)
-        if config.verify == "engine":
-            _check_in_engine(material, format, scratch, config, console)
         sizes = {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}
         if config.dry_run:
             _print_plan(config, output, sizes, card, console)
             return Export(format.name, None, sizes, card)
         _put_in_place(scratch, output)
     return Export(format.name, output, sizes, card)
-
-
-def _check_in_engine(material: Material, format: Format, folder: Path, config: ExportConfig, console: Console) -> None:
-    """Runs the export in its engine, or says why not where that was not asked for by the format's name."""
-    reason = unavailable(format.name, config.engines)
-    if reason is not None:
-        console.print(f"not run in an engine: {format.name}: {reason}", markup=False, soft_wrap=True)
-        return
-    head = copy.deepcopy(_reference(material, format.widens and material.head.vocab is not None))
-    found = check_in_engine(material, format.name, folder, head.eval().requires_grad_(False), config.engines)
-    console.print(f"run in {found.line()}", markup=False, soft_wrap=True)
 
 
 def build(material: Material, format: Format, scratch: Path, name: str) -> str:
