@@ -64,6 +64,7 @@ def arguments() -> argparse.Namespace:
         default=["plain", "lookup", "suffix", "assistant", "draft model"],
         help="parts of names; plain is always in",
     )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no prompt is begun after so long")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every prompt; the fastest counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
@@ -186,7 +187,11 @@ def main() -> None:
     texts = [renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
     for method in compared:
         method.run(texts[0])
+    begin = time.perf_counter()
     for number, ids in enumerate(texts):
+        if time.perf_counter() - begin > args.seconds:
+            texts = texts[:number]
+            break
         # Another method begins at every prompt, so that what drifts hits all alike.
         shift = number % len(compared)
         order = compared[shift:] + compared[:shift]
