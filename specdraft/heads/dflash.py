@@ -167,8 +167,10 @@ class DFlashHead(ParallelHead):
         first = embed(tokens).detach().to(self.dtype)
         if self.mask_embedding is not None:
             mask = self.mask_embedding.to(first.dtype)
-        else:
+        elif self.mask_token_id is not None:
             mask = embed(tokens.new_full((1,), self.mask_token_id)).detach().to(first.dtype)[0]
+        else:
+            return first[:, None]
         masks = mask.expand(first.shape[0], self.num_slots - 1, -1)
         return torch.cat([first[:, None], masks], dim=1)
 
