@@ -13,6 +13,7 @@ from specdraft.train.loop import train
 from tests.training import make_run, weights
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch imports to generate code
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_compiled_equals_plain(tmp_path: Path, kind: str) -> None:
     check_compiler(torch.device("cpu"))
