@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint check integration ci
+.PHONY: help setup demo test lint check integration engines ci
 
 help:
 	@echo 'make demo         train medusa, eagle and eagle3 heads for SmolLM2 and measure them (11 minutes on 2 cores)'
@@ -17,6 +17,7 @@ help:
 	@echo 'make lint         ruff, formatting, mypy, import contracts, spelling'
 	@echo 'make check        lint and test: what a change must pass'
 	@echo 'make integration  real processes, wheels and the real SmolLM2'
+	@echo 'make engines      serving engines in environments of their own (4 GB, once), and exports run in them'
 	@echo 'make ci           everything, as the build server runs it'
 
 setup: .venv/.installed
@@ -47,6 +48,10 @@ check: lint test
 
 integration: .venv/.installed
 	$(BIN)/python -m pytest -m integration tests/integration
+
+engines: .venv/.installed
+	PYTHON=$(PYTHON) scripts/engines.sh
+	$(BIN)/python -m pytest -m engines tests/engines
 
 ci:
 	bash .ci/run

@@ -27,7 +27,7 @@ os.environ.update(
     WANDB_SILENT="true",
 )
 
-TIERS = {"golden": "golden", "gpu": "gpu", "integration": "integration"}
+TIERS = {"engines": "engines", "golden": "golden", "gpu": "gpu", "integration": "integration"}
 """Folder under tests -> the marker that each test in it gets."""
 
 

@@ -383,7 +383,7 @@ SHORTHANDS: dict[str, dict[str, str]] = {
     "tune": {"head": "head.path", "prompts": "tune.prompts", "batch_size": "tune.batch_size"},
     "generate": {"head": "head.path"},
     "export": {"head": "head.path", "target": "target.name", "out": "export.output"}
-    | {name: f"export.{name}" for name in ("format", "push_to", "private", "dry_run", "output")},
+    | {name: f"export.{name}" for name in ("format", "push_to", "private", "dry_run", "output", "verify", "engines")},
     "import": {"target": "target.name", "out": "output"},
 }
 """Keys that the command line offers for longer ones."""

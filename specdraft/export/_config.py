@@ -10,6 +10,15 @@ from specdraft.core.errors import ConfigError
 
 FORMATS = tuple(sorted(path.stem for path in (Path(__file__).parent / "formats").glob("[!_]*.py")))
 """Names of the formats, one file each."""
+ENGINES_OF = {
+    "eagle3": ("vllm",),
+    "speculators": ("vllm",),
+    "vllm_eagle": ("vllm",),
+    "medusa": ("vllm",),
+    "gguf": ("llamacpp",),
+    "openvino": ("openvino", "optimum"),
+}
+"""Format -> environments that ``verify=engine`` needs: that of the engine which runs it on a CPU first."""
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
@@ -32,6 +41,12 @@ class ExportConfig:
     folder, or here for a head from the Hub."""
     license: str | None = None
     """Licence of the head as the Hub writes it, e.g. apache-2.0; null = the model card names none."""
+    verify: str = "files"
+    """files = what was written is read back and its drafts are compared with the head's; engine = then it is also run in
+    the engine that reads it, on the CPU in float32."""
+    engines: dict[str, str] = field(default_factory=dict)
+    """Python of an engine's environment by the engine's name (vllm, llamacpp, openvino, optimum); those that are not named
+    are looked for in ``.engines/<name>`` here, where ``scripts/engines.sh`` puts them."""
 
     def __post_init__(self) -> None:
         if not self.format or len(set(self.format)) != len(self.format):
@@ -50,4 +65,25 @@ class ExportConfig:
         if self.license is not None and not _LICENSE.fullmatch(self.license):
             raise ConfigError(
                 f"export.license: is not written as on the Hub, got {self.license!r}; use e.g. apache-2.0 or other"
+            )
+        self._check_engines()
+
+    def _check_engines(self) -> None:
+        if self.verify not in ("files", "engine"):
+            raise ConfigError(f"export.verify: unknown, got {self.verify!r}; use files or engine")
+        known = sorted({engine for engines in ENGINES_OF.values() for engine in engines})
+        for name in self.engines:
+            if name not in known:
+                raise ConfigError(f"export.engines: no such engine, got {name!r}; use {', '.join(known)}")
+        if self.verify == "files":
+            if self.engines:
+                raise ConfigError(
+                    f"export.engines: has no effect without verify=engine, got {self.engines}; add verify=engine"
+                )
+            return
+        unread = [name for name in self.format if name not in ENGINES_OF and name != "all"]
+        if unread:
+            raise ConfigError(
+                f"export.verify: no engine reads {' and '.join(unread)} on a CPU, got engine; use verify=files, or "
+                f"format={', '.join(ENGINES_OF)}"
             )

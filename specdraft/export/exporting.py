@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import struct
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from specdraft.core.errors import ExportError, SpecDraftError
 from specdraft.export._config import ExportConfig
 from specdraft.export.card import hub_id, model_card, portable
+from specdraft.export.engines.checking import check_in_engine, unavailable
 from specdraft.export.formats.hf import MARK
 from specdraft.export.hub import upload
 from specdraft.export.llama import write_json
@@ -86,6 +88,10 @@ def export_head(
     outputs = [output_folder(source.head, folder, config, format, alone=alone) for format in formats]
     exports = [
         _export(material, format, output, config, console) for format, output in zip(formats, outputs, strict=True)
+    if config.verify == "engine" and config.format != ["all"]:
+        for format in formats:
+            if (missing := unavailable(format.name, config.engines)) is not None:
+                raise ExportError(f"export.verify: {missing}")
     ]
     if config.push_to is None or config.dry_run:
         return exports
@@ -110,6 +116,8 @@ def _export(material: Material, format: Format, output: Path, config: ExportConf
             _print_plan(config, output, sizes, card, console)
             return Export(format.name, None, sizes, card)
         _put_in_place(scratch, output)
+        if config.verify == "engine":
+            _check_in_engine(material, format, scratch, config, console)
     return Export(format.name, output, sizes, card)
 
 
@@ -118,6 +126,17 @@ def build(material: Material, format: Format, scratch: Path, name: str) -> str:
     where = f"./{name}" if material.in_subfolder or material.repo_id is None else material.repo_id
     engines = format.engines(material, where)
     serve = serve_text(material, format.name, engines, where, format.widens) if engines else None
+def _check_in_engine(material: Material, format: Format, folder: Path, config: ExportConfig, console: Console) -> None:
+    """Runs the export in its engine, or says why not where that was not asked for by the format's name."""
+    reason = unavailable(format.name, config.engines)
+    if reason is not None:
+        console.print(f"not run in an engine: {format.name}: {reason}", markup=False, soft_wrap=True)
+        return
+    head = copy.deepcopy(_reference(material, format.widens and material.head.vocab is not None))
+    found = check_in_engine(material, format.name, folder, head.eval().requires_grad_(False), config.engines)
+    console.print(f"run in {found.line()}", markup=False, soft_wrap=True)
+
+
     card = str(
         model_card(
             material.head,

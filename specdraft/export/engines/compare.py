@@ -28,7 +28,9 @@ class Agreement:
     def line(self) -> str:
         """For the terminal."""
         what = f"{self.proposed} proposed tokens" if self.proposed else f"{self.drafted} drafted tokens, counted"
-        begin = f"{self.engine} {self.version}: {self.rows} texts of {self.tokens} tokens, {what}, {self.accepted} accepted"
+        begin = (
+            f"{self.engine} {self.version}: {self.rows} texts of {self.tokens} tokens, {what}, {self.accepted} accepted"
+        )
         return f"{begin}: {self.difference or 'equal to ours'}"
 
 
