@@ -72,6 +72,10 @@ class TargetFiles:
         """``[V, H]``; the embedding table where the two are tied."""
         return self._read(self.layout.lm_head.get_parameter("weight"))
 
+    def tensor(self, name: str) -> Tensor:
+        """The stored values of the model's parameter ``name``, as the loaded model would call it."""
+        return self._read(self._model.get_parameter(name))
+
     @property
     def has_lm_head_bias(self) -> bool:
         """Whether logits have a bias."""
