@@ -272,13 +272,13 @@ class BlockAttention:
         return part.new_zeros(self.num_anchors * self.slots, *part.shape[1:]).index_copy(0, self.place, part)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def layout_of(batch: DraftBatch, chosen: Tensor | None) -> AnchorLayout:
     """The layout of the anchors ``chosen`` (``[n]`` int64 places among those of the batch; None = all)."""
     return AnchorLayout.of(batch if chosen is None else replace(batch, anchors=batch.anchors[chosen]))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def choose_anchors(batch: DraftBatch, most: int) -> tuple[Tensor, Tensor] | None:
     """At most ``most`` anchors of every row, drawn at random, and for how many each stands; None where all are kept."""
     row = batch.anchors // batch.input_ids.shape[1]

@@ -204,7 +204,7 @@ class AnchorLayout:
     visible: Tensor
 
     @classmethod
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(cls, batch: DraftBatch) -> AnchorLayout:
         """The layout of a batch; rows without anchors and padding of the grid see their own column 0 only.
 

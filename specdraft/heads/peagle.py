@@ -186,7 +186,7 @@ class PEagleHead(ParallelHead):
             steps.append(DraftStep(part, k + 2, shared, own, share))
         return steps
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _choose(self, anchors: Tensor) -> list[Tensor]:
         """Places among the N anchors that every depth is trained from, ``[n_k]`` int64 sorted, each among those before."""
         count = anchors.numel()
