@@ -17,7 +17,7 @@ help:
 	@echo 'make lint         ruff, formatting, mypy, import contracts, spelling'
 	@echo 'make check        lint and test: what a change must pass'
 	@echo 'make integration  real processes, wheels and the real SmolLM2'
-	@echo 'make engines      serving engines in environments of their own (4 GB, once), and exports run in them'
+	@echo 'make engines      serving engines in environments of their own (5.4 GB, once), and exports run in them'
 	@echo 'make ci           everything, as the build server runs it'
 
 setup: .venv/.installed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ HEADS: dict[str, dict[str, object]] = {
     "medusa": {},
 }
 """Name -> settings of a head for the tiny target."""
-TEXT_TOKENS = 48
+TEXT_TOKENS = 40
 
 
 def needs(engine: str) -> None:
@@ -62,20 +64,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def heads(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Heads that were fitted to the target's own answers."""
+def fitted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name -> folder of a head that was fitted to the target's own answers, when it is first asked for."""
     folder = tmp_path_factory.mktemp("heads")
-    target = load_target(TargetConfig(name=str(tiny), device="cpu", pack_weights=False))
-    decoder = SpeculativeDecoder(target)
-    rows = [ids + decoder.generate(ids, TEXT_TOKENS).tokens for ids in prompt_ids(target, TEXTS)]
-    for name, settings in HEADS.items():
-        head = make_head(name.partition("_")[0], target.spec, **{"num_draft_tokens": 4, **settings})
+
+    @cache
+    def target_and_rows() -> tuple[HFTarget, list[list[int]]]:
+        target = load_target(TargetConfig(name=str(tiny), device="cpu", pack_weights=False))
+        decoder = SpeculativeDecoder(target)
+        return target, [ids + decoder.generate(ids, TEXT_TOKENS).tokens for ids in prompt_ids(target, TEXTS)]
+
+    @cache
+    def make(name: str) -> Path:
+        target, rows = target_and_rows()
+        head = make_head(name.partition("_")[0], target.spec, **{"num_draft_tokens": 4, **HEADS[name]})
         fit(head, target, rows)
         save_head(head, folder / name)
-    return {name: folder / name for name in HEADS}
+        return folder / name
+
+    return make
 
 
-def fit(head: DraftHead, target: HFTarget, rows: list[list[int]], steps: int = 150) -> None:
+def fit(head: DraftHead, target: HFTarget, rows: list[list[int]], steps: int = 60) -> None:
     """Cross entropy of every draft depth on ``rows``; a reduced vocabulary becomes that of their commonest tokens."""
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
@@ -90,7 +100,7 @@ def fit(head: DraftHead, target: HFTarget, rows: list[list[int]], steps: int = 1
     positions = torch.arange(longest).expand_as(ids).contiguous()
     tokens = TokenBatch(ids, mask, mask, positions, torch.where(mask, 0, -1), torch.arange(len(rows)))
     batch = build_draft_batch(tokens, target.capture(tokens, head.features()))
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
     for _ in range(steps):
         loss = torch.zeros(())
         for step in head(batch, target.embed, target.unembedding):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
@@ -36,8 +37,6 @@ COUNTS = re.compile(r"run in .* (\d+) texts of (\d+) tokens, (\d+) .* tokens.*, 
 
 def run(head: Path, format: str, output: Path) -> str:
     """Exports with the engine's own check; returns what the terminal was told."""
-    for engine in ENGINES_OF[format]:
-        needs(engine)
     console = Console(file=StringIO(), width=400)
     config = ExportConfig(format=[format], verify="engine", output=str(output))
     export_head(Source(str(head)), config, console=console)
@@ -48,8 +47,10 @@ def run(head: Path, format: str, output: Path) -> str:
 
 
 @pytest.mark.parametrize(("format", "head"), CASES)
-def test_tiny_target(format: str, head: str, heads: dict[str, Path], tmp_path: Path) -> None:
-    found = COUNTS.search(run(heads[head], format, tmp_path / "out"))
+def test_tiny_target(format: str, head: str, fitted: Callable[[str], Path], tmp_path: Path) -> None:
+    for engine in ENGINES_OF[format]:
+        needs(engine)
+    found = COUNTS.search(run(fitted(head), format, tmp_path / "out"))
     assert found is not None
     texts, tokens, drafted, accepted = map(int, found.groups())
     assert texts >= 2
@@ -59,6 +60,8 @@ def test_tiny_target(format: str, head: str, heads: dict[str, Path], tmp_path: P
 
 @pytest.mark.parametrize("format", ["gguf", "openvino", "eagle3", "speculators", "vllm_eagle", "medusa"])
 def test_smollm2(format: str, smollm2: dict[str, Path], tmp_path: Path) -> None:
+    for engine in ENGINES_OF[format]:
+        needs(engine)
     kind = {"vllm_eagle": "eagle", "medusa": "medusa"}.get(format, "eagle3")
     if kind not in smollm2:
         pytest.skip(f"no recipe_smollm2_{kind} in outputs or SPECDRAFT_ENGINE_HEADS; specdraft run trains it")
@@ -68,22 +71,22 @@ def test_smollm2(format: str, smollm2: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_off_by_one_shows(
-    heads: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fitted: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("llamacpp")
     monkeypatch.setattr(gguf, "ordered_layers", lambda _: [3, 7, 10])
-    material, _ = written(tmp_path / "out", heads["eagle3"], "gguf")
-    head = load_head(heads["eagle3"]).requires_grad_(False)
+    material, _ = written(tmp_path / "out", fitted("eagle3"), "gguf")
+    head = load_head(fitted("eagle3")).requires_grad_(False)
     with pytest.raises(
         ExportError, match=r"llama\.cpp .* does not draft what we do, got text 1: \d+ (drafted|accepted), ours"
     ):
         check_in_engine(material, "gguf", tmp_path / "out", head, {})
 
 
-def test_biases_that_an_engine_leaves_out_show(heads: dict[str, Path], tmp_path: Path) -> None:
+def test_biases_that_an_engine_leaves_out_show(fitted: Callable[[str], Path], tmp_path: Path) -> None:
     needs("vllm")
-    material, _ = written(tmp_path / "out", heads["medusa"], "medusa")
+    material, _ = written(tmp_path / "out", fitted("medusa"), "medusa")
     edit_config(tmp_path / "out", lambda config: config.pop("medusa_fc_bias"))
-    head = load_head(heads["medusa"]).requires_grad_(False)
+    head = load_head(fitted("medusa")).requires_grad_(False)
     with pytest.raises(ExportError, match=r"behind token \d+ it proposes .*, ours"):
         check_in_engine(material, "medusa", tmp_path / "out", head, {})
