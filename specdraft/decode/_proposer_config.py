@@ -78,7 +78,9 @@ class SuffixConfig(ProposerConfig):
         _check_range("max_match", self.max_match, 1, 256)
         _check_range("max_earlier_tokens", self.max_earlier_tokens, 0, 10_000_000)
         if self.max_earlier_tokens == 1:
-            raise ConfigError("proposer.max_earlier_tokens: nothing follows a single token, got 1; use 0 or more than 1")
+            raise ConfigError(
+                "proposer.max_earlier_tokens: nothing follows a single token, got 1; use 0 or more than 1"
+            )
         if not 0.0 < self.min_probability <= 1.0:
             raise ConfigError(f"proposer.min_probability: must lie in (0, 1], got {self.min_probability}; use e.g. 0.1")
 
