@@ -37,7 +37,7 @@ def upload(
             repo_id=repo_id,
             folder_path=folder,
             path_in_repo=subfolder or None,
-            allow_patterns=names,
+            allow_patterns=list(names),
             commit_message="Upload a draft head of specdraft",
         )
         remote = api.get_paths_info(repo_id, [prefix + name for name in names], revision=commit.oid)

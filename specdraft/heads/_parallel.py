@@ -275,7 +275,8 @@ class BlockAttention:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def layout_of(batch: DraftBatch, chosen: Tensor | None) -> AnchorLayout:
     """The layout of the anchors ``chosen`` (``[n]`` int64 places among those of the batch; None = all)."""
-    return AnchorLayout.of(batch if chosen is None else replace(batch, anchors=batch.anchors[chosen]))
+    layout: AnchorLayout = AnchorLayout.of(batch if chosen is None else replace(batch, anchors=batch.anchors[chosen]))
+    return layout
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
