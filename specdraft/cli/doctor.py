@@ -32,10 +32,12 @@ def run(cfg: DoctorRun) -> None:
     from rich.console import Console
 
     from specdraft.data.prepare import prepare
+    from specdraft.heads.storage import read_adapter, resolve_head
     from specdraft.targets.hf import load_target
 
     console = Console(highlight=False)
-    target = load_target(cfg.target)
+    adapter = None if cfg.trained is None else read_adapter(resolve_head(cfg.trained))
+    target = load_target(cfg.target, adapter)
     if cfg.check == "lossless":
         from specdraft.cli.lossless import lossless_checks
 
@@ -75,6 +77,7 @@ def show_examples(cfg: DoctorRun, target: HFTarget, data: PreparedData, console:
 def target_check(target: HFTarget) -> Check:
     """What was loaded. That its features and cached forwards are right was checked while loading."""
     from specdraft.data.preview import Check
+    from specdraft.eval.drift import LOSSY_TARGET
 
     spec = target.spec
     detail = (
@@ -82,6 +85,8 @@ def target_check(target: HFTarget) -> Check:
         f"tokens, context {spec.max_position_embeddings:,}, {str(target.dtype).removeprefix('torch.')} on "
         f"{target.device}; features, logits and cached tree forwards agree with the model's own"
     )
+    if target.adapted:
+        return Check("target", "warning", f"{detail}; {LOSSY_TARGET}")
     return Check("target", "ok", detail)
 
 

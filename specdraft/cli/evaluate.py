@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdraft.config.schema import FROM_HEAD, EvalRun
 from specdraft.core.errors import ConfigError
 from specdraft.targets._config import TargetConfig
+
+if TYPE_CHECKING:
+    from specdraft.eval.prompts import Prompt
+    from specdraft.targets.hf import HFTarget
 
 
 def run(cfg: EvalRun) -> None:
@@ -23,13 +28,20 @@ def run(cfg: EvalRun) -> None:
     from specdraft.eval.prompts import load_sets
     from specdraft.eval.report import print_results, report_console, write_results
     from specdraft.eval.tuned import machine, with_tuned_shape
-    from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config, resolve_head
+    from specdraft.heads.storage import (
+        WEIGHTS_NAME,
+        check_head_matches,
+        load_head,
+        read_adapter,
+        read_head_config,
+        resolve_head,
+    )
     from specdraft.targets.hf import load_target
 
     if cfg.compares:
-        from specdraft.cli import compare
+        from specdraft.cli import eval_several
 
-        compare.run(cfg)
+        eval_several.run(cfg)
         return
     if cfg.proposer.kind != "head":
         _run_method(cfg)
@@ -38,8 +50,9 @@ def run(cfg: EvalRun) -> None:
     folder = resolve_head(cfg.head.path, cfg.head.revision)
     output = results_path(cfg, folder)
     prompt_sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
-    measured = replace(cfg.target, dtype=cfg.eval.dtype or cfg.target.dtype)
-    target = load_target(target_of_head(measured, read_head_config(folder)))
+    measured = target_of_head(replace(cfg.target, dtype=cfg.eval.dtype or cfg.target.dtype), read_head_config(folder))
+    adapter = read_adapter(folder)
+    target = load_target(measured, adapter)
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
     check_head_matches(head, target.spec)
     console = report_console()
@@ -63,9 +76,27 @@ def run(cfg: EvalRun) -> None:
         head_sha256=file_sha256(folder / WEIGHTS_NAME),
         console=console,
     )
+    if adapter is not None:
+        results["drift"] = _drift(cfg, measured, target, prompt_sets)
     write_results(results, output)
     print_results(results, console)
     console.print(f"results: {output}", markup=False)
+
+
+def _drift(
+    cfg: EvalRun, config: TargetConfig, adapted: HFTarget, prompt_sets: Mapping[str, Sequence[Prompt]]
+) -> dict[str, Any]:
+    """How far the adapted target is from the original, which is loaded beside it, on the first prompts of the sets."""
+    from specdraft.cli.tune import prompt_ids
+    from specdraft.eval.drift import PROMPTS, drift
+    from specdraft.eval.summary import Bootstrap
+    from specdraft.targets.hf import load_target
+
+    original = load_target(config)
+    share = max(1, PROMPTS // len(prompt_sets))
+    prompts = [prompt for prompts in prompt_sets.values() for prompt in prompts[:share]]
+    bootstrap = Bootstrap(cfg.eval.bootstrap_samples, cfg.eval.seed)
+    return drift(original, adapted, prompt_ids(original, prompts), cfg.decode.max_new_tokens, bootstrap)
 
 
 def _run_method(cfg: EvalRun) -> None:

@@ -50,8 +50,15 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     from specdraft.decode.engine import SpeculativeDecoder
     from specdraft.decode.methods import make_proposer
     from specdraft.decode.proposers import HeadProposer, draft_tree, head_dtype
+    from specdraft.eval.drift import LOSSY_TARGET
     from specdraft.eval.tuned import machine, with_tuned_shape
-    from specdraft.heads.storage import check_head_matches, load_head, read_head_config, resolve_head
+    from specdraft.heads.storage import (
+        check_head_matches,
+        load_head,
+        read_adapter,
+        read_head_config,
+        resolve_head,
+    )
     from specdraft.targets.hf import load_target
 
     if cfg.head.path is None:
@@ -59,12 +66,15 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
         proposer = make_proposer(cfg.proposer, target) if cfg.proposer.kind != "head" else None
         return target, SpeculativeDecoder(target, proposer, target.tokenizer)
     folder = resolve_head(cfg.head.path, cfg.head.revision)
-    target = load_target(target_of_head(cfg.target, read_head_config(folder)))
+    adapter = read_adapter(folder)
+    target = load_target(target_of_head(cfg.target, read_head_config(folder)), adapter)
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target)).requires_grad_(False)
     check_head_matches(head, target.spec)
     tuned = with_tuned_shape(
         folder, cfg.decode, machine(target.device, target.dtype, head.dtype), cfg.sampling.verifier == "block"
     )
+    if adapter is not None:
+        sys.stderr.write(f"{LOSSY_TARGET}\n")
     if tuned.note:
         sys.stderr.write(tuned.note + "\n")
     if tuned.plain:

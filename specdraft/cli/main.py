@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import specdraft
@@ -22,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("export", "write a head for its users and their engines, upload it to the Hub"),
     "import": ("importing", "bring in a head that another project has published"),
     "run": ("run", "prepare, train and measure in one go"),
+    "compare": ("compare", "train several heads at an equal budget, measure them, print one table"),
 }
 """Sub-command -> its module in specdraft.cli, and what it does."""
 
@@ -129,8 +131,11 @@ def _compose_and_run(command: str, flags: argparse.Namespace) -> int:
     from specdraft.config.overrides import prepare_overrides
 
     folders = [flags.config_dir] if flags.config_dir is not None else []
+    words = flags.overrides
+    if command == "compare" and folders:
+        words = [*words, f"hydra.searchpath=[file://{Path(folders[0]).absolute()}]"]  # for the heads' own composition
     try:
-        overrides = prepare_overrides(command, flags.overrides)
+        overrides = prepare_overrides(command, words)
         from specdraft.config.store import compose_config, to_run  # Hydra takes a third of the time of an answer
 
         config = compose_config(command, overrides, config_dirs=folders, config_name=flags.config_name)
@@ -153,14 +158,17 @@ def check_before_loading(run: Any) -> None:
     """What can be known about the run's folder before torch is imported and weights load.
 
     Raises:
-        ConfigError: see ``check_output``.
+        ConfigError: see ``check_output`` and ``check_comparison``.
     """
+    from specdraft.config.comparison import check_comparison
     from specdraft.config.paths import check_output
-    from specdraft.config.schema import PipelineRun, TrainRun
+    from specdraft.config.schema import CompareRun, PipelineRun, TrainRun
 
     # Only one process looks: another may find what the first has begun to write.
     if isinstance(run, (TrainRun, PipelineRun)) and is_first_process():
         check_output(run.folder, run.resume)
+    if isinstance(run, CompareRun):
+        check_comparison(run)
 
 
 def run_command(command: str, run: Any) -> None:

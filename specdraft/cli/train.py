@@ -43,6 +43,7 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     from specdraft.config.paths import check_output
     from specdraft.config.store import save_resolved
     from specdraft.eval.environment import environment
+    from specdraft.targets.lora import check_peft
     from specdraft.train.compiling import check_compiler
     from specdraft.train.inputs import make_accelerator
     from specdraft.train.loop import train
@@ -53,6 +54,7 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     from specdraft.train.trackers import check_tracker
 
     check_optimizer(cfg.optim)
+    check_peft(cfg.adapter)
     accelerator = make_accelerator(cfg.trainer, cfg.target.device)
     if cfg.trainer.compile:
         check_compiler(accelerator.device)
@@ -91,12 +93,17 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
     from specdraft.losses.objectives import Objective
     from specdraft.targets.hf import load_target
     from specdraft.train.inputs import TrainInputs
+    from specdraft.train.joint import Alone, Joint, check_processes
     from specdraft.train.trackers import build_tracker
 
     rank, world_size = accelerator.process_index, accelerator.num_processes
     if cfg.trainer.warm_start is not None:
         check_source_kind(cfg.trainer.warm_start, cfg.head.kind)
-    target = load_target(replace(cfg.target, device=str(accelerator.device)))
+    settings = replace(cfg.target, device=str(accelerator.device))
+    if cfg.adapter.rank is not None:
+        check_processes(world_size)
+        settings = replace(settings, pack_weights=False)  # packed weights take no adapter
+    target = load_target(settings)
     data = prepare(cfg.data, target, cfg.data_dir, rank=rank, world_size=world_size)
     for line in data_lines(data.manifest):
         console.print(line, markup=False)
@@ -115,6 +122,8 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
     console.print(
         f"batches: {plan.num_steps(0):,} steps an epoch, {plan.padding_share():.1%} of their positions padding"
     )
+    # After the head is initialised from the target's plain layers.
+    joint = Alone() if cfg.adapter.rank is None else Joint(target, cfg.adapter)
     assert target.tokenizer is not None
     inputs = TrainInputs(
         accelerator=accelerator,
@@ -132,6 +141,7 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
         provenance=provenance(cfg, data.manifest),
         seed=cfg.seed,
         resume=cfg.resume,
+        joint=joint,
         evaluate=acceptance(cfg, target, head),
     )
     return inputs, target
@@ -218,6 +228,7 @@ def provenance(cfg: ExperimentRun, manifest: dict[str, Any]) -> dict[str, Any]:
             "loss": asdict(cfg.loss),
             "optim": asdict(cfg.optim),
             "trainer": asdict(cfg.trainer),
+            "adapter": asdict(cfg.adapter),
         },
     }
 

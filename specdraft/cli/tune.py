@@ -30,7 +30,14 @@ def run(cfg: TuneRun) -> None:
     from specdraft.eval.shapes import describe_json
     from specdraft.eval.tune import Tuner
     from specdraft.eval.tuned import SCHEMA, machine, with_known_batches
-    from specdraft.heads.storage import WEIGHTS_NAME, check_head_matches, load_head, read_head_config, resolve_head
+    from specdraft.heads.storage import (
+        WEIGHTS_NAME,
+        check_head_matches,
+        load_head,
+        read_adapter,
+        read_head_config,
+        resolve_head,
+    )
     from specdraft.targets.hf import load_target
 
     assert cfg.head.path is not None
@@ -41,7 +48,7 @@ def run(cfg: TuneRun) -> None:
     except DataError as error:
         raise DataError(str(error).replace("eval.prompts:", "tune.prompts:", 1)) from error
     tuned = replace(cfg.target, dtype=cfg.tune.dtype or cfg.target.dtype)
-    target = load_target(target_of_head(tuned, read_head_config(folder)))
+    target = load_target(target_of_head(tuned, read_head_config(folder)), read_adapter(folder))
     decode = DecodeConfig(head_dtype=cfg.tune.head_dtype)
     head = load_head(folder, device=target.device, dtype=head_dtype(decode, target)).requires_grad_(False)
     check_head_matches(head, target.spec)

@@ -78,7 +78,36 @@ def prepare_overrides(command: str, words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a word that is no override, or that could only have an effect the user did not mean.
     """
+    if command == "compare":
+        words = _set_aside(words)
     return [_prepare(command, word) for word in words]
+
+
+def _set_aside(words: Sequence[str]) -> list[str]:
+    """The words of a comparison, with those of the heads' runs as the list ``shared`` of checked words."""
+    own: list[str] = []
+    shared: list[str] = []
+    groups = {name.partition(".")[0] for name in known_keys(RUNS["compare"])} | set(SHORTHANDS["compare"])
+    settings = {name.partition(".")[0] for name in known_keys(RUNS["run"])} | {"experiment"}
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if key == "hydra.searchpath":
+            own.append(word)
+            shared.append(word)
+        elif key.partition(".")[0] in settings - groups:
+            _prepare("run", word)
+            if key in _MISPLACED:
+                raise ConfigError(_MISPLACED[key].format(word=word))
+            shared.append(word)
+        else:
+            own.append(word)
+    return [*own, f"shared=[{','.join(_quoted(word) for word in shared)}]"] if shared else own
+
+
+_MISPLACED = {
+    "resume": "resume: has no effect, since a comparison always continues, got {word}; remove it",
+    "head": "head: differs from head to head, got {word}; use heads=[...]",
+}
 
 
 def _prepare(command: str, word: str) -> str:

@@ -155,6 +155,22 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class AdapterWeights:
+    """A LoRA adapter of a target: ``scale * B A`` is added to the weights of each of its layers.
+
+    tensors: ``<layer>.lora_A.weight`` ``[r, in]`` and ``<layer>.lora_B.weight`` ``[out, r]``, float32.
+    """
+
+    tensors: dict[str, Tensor]
+    scale: float
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all matrices together."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """One padded batch of tokenised conversations, before the target saw it.
 

@@ -107,6 +107,18 @@ class BatchPlan:
         size = self.batch_size
         return [[step[start : start + size] for start in range(0, len(step), size)] for step in steps]
 
+    def steps_for(self, num_tokens: int) -> int:
+        """Optimizer steps, over as many epochs as it takes, after which all processes have seen so many tokens."""
+        per_epoch, steps, epoch = max(1, sum(self.lengths)), 0, 0
+        while num_tokens > per_epoch:
+            num_tokens, steps, epoch = num_tokens - per_epoch, steps + self.num_steps(epoch), epoch + 1
+        for micro_batches in self._global_steps(epoch):
+            if num_tokens <= 0:
+                break
+            num_tokens -= sum(self.lengths[i] for rows in micro_batches for row in rows for i in row)
+            steps += 1
+        return steps
+
     def padding_share(self) -> float:
         """Share of the positions of an epoch's batches that hold no token."""
         real = padded = 0

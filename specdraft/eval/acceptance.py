@@ -302,6 +302,7 @@ def _target_identity(target: HFTarget, renderer: ChatRenderer) -> dict[str, Any]
         "revision": spec.revision,
         "model_type": spec.model_type,
         "fingerprint": spec.fingerprint,
+        "adapted": target.adapted,
         "num_parameters": sum(p.numel() for p in target.model.parameters()),
         "chat_template_hash": renderer.template_hash,
         "tokenizer_hash": tokenizer_hash(renderer.tokenizer),

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specdraft.core.errors import DataError
+from specdraft.eval.drift import drift_line
 
 PLAIN_WIDTH = 240
 SHOWN_DIVERGENCES = 5
@@ -73,6 +74,8 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
         f"{sampling_text(decode)}, {rows}"
         f"{decode['dtype']} on {decode['device']}, at most {decode['max_new_tokens']} new tokens"
     )
+    if "drift" in results:
+        console.print(drift_line(results["drift"]), style="yellow", markup=False, soft_wrap=True)
     _show(console, "Summary", _summary(results, console))
     for name, figures in results["sets"].items():
         if len(figures["by_category"]) > 1:
@@ -84,10 +87,9 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
 
 def subject_name(results: Mapping[str, Any]) -> str:
     """What was measured, in a few words: its name in a comparison, else the kind of its head or of its proposer."""
-    if "name" in results:
-        return str(results["name"])
     kind = results["proposer"]["kind"] if results["head"] is None else results["head"]["kind"]
-    return str(kind)
+    name = str(results.get("name", kind))
+    return f"{name} (adapted target, lossy)" if results["target"].get("adapted") else name
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]], console: Console, set_name: str = "builtin") -> Table:
@@ -124,6 +126,37 @@ def comparison_table(results: Sequence[Mapping[str, Any]], console: Console, set
             *[""] * (depth - len(survival)),
             *_rates(figures),
             _interval(figures["speedup"], "x"),
+            _identical(figures),
+        )
+    return table
+
+
+def budget_table(results: Sequence[Mapping[str, Any]], console: Console, set_name: str) -> Table:
+    """One row per head that was trained with an equal budget: what it reached, what it is, and what it cost."""
+    table = _table(
+        console,
+        "head",
+        "acceptance length [95 %]",
+        "speed-up [95 %]",
+        "parameters",
+        "training tokens",
+        "training time",
+        "tokens/s",
+        "peak memory",
+        "identical",
+    )
+    for one in results:
+        figures, cost = one["sets"][set_name], one["training"]
+        rate = cost["tokens_per_s"]
+        table.add_row(
+            escape(subject_name(one)),
+            _interval(figures["acceptance_length"]),
+            _interval(figures["speedup"], "x"),
+            f"{one['head']['num_parameters']:,}",
+            f"{cost['tokens']:,}",
+            f"{cost['seconds'] / 60:.1f} min",
+            "-" if rate is None else f"{rate:,.0f}",
+            f"{cost['peak_memory_gib']:.2f} GiB",
             _identical(figures),
         )
     return table

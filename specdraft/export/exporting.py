@@ -79,19 +79,24 @@ def export_head(
     """
     console = console or Console()
     folder = resolve_head(source.head, source.revision)
+    if "adapter" in read_head_config(folder):
+        raise ExportError(
+            f"head: drafts for a target with an adapter merged in, which no format carries, got {source.head}; "
+            "export a head of the original target"
+        )
     material = Material(folder, source.target, source.target_revision, config.push_to, config.license)
     formats, left_out = choose(config.format, material)
     for name, reason in left_out.items():
         console.print(f"left out: {name}: {reason}", markup=False, soft_wrap=True)
+    if config.verify == "engine" and config.format != ["all"]:
+        for format in formats:
+            if (missing := unavailable(format.name, config.engines)) is not None:
+                raise ExportError(f"export.verify: {missing}")
     alone = config.format != ["all"] and len(formats) == 1
     material.in_subfolder = not alone
     outputs = [output_folder(source.head, folder, config, format, alone=alone) for format in formats]
     exports = [
         _export(material, format, output, config, console) for format, output in zip(formats, outputs, strict=True)
-    if config.verify == "engine" and config.format != ["all"]:
-        for format in formats:
-            if (missing := unavailable(format.name, config.engines)) is not None:
-                raise ExportError(f"export.verify: {missing}")
     ]
     if config.push_to is None or config.dry_run:
         return exports
@@ -111,21 +116,16 @@ def _export(material: Material, format: Format, output: Path, config: ExportConf
     """Builds, verifies and places one export."""
     with _scratch(output, config.dry_run) as scratch:
         card = build(material, format, scratch, output.name)
+        if config.verify == "engine":
+            _check_in_engine(material, format, scratch, config, console)
         sizes = {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}
         if config.dry_run:
             _print_plan(config, output, sizes, card, console)
             return Export(format.name, None, sizes, card)
         _put_in_place(scratch, output)
-        if config.verify == "engine":
-            _check_in_engine(material, format, scratch, config, console)
     return Export(format.name, output, sizes, card)
 
 
-def build(material: Material, format: Format, scratch: Path, name: str) -> str:
-    """Fills ``scratch``, which will be called ``name``, verifies what is in it, and returns the card."""
-    where = f"./{name}" if material.in_subfolder or material.repo_id is None else material.repo_id
-    engines = format.engines(material, where)
-    serve = serve_text(material, format.name, engines, where, format.widens) if engines else None
 def _check_in_engine(material: Material, format: Format, folder: Path, config: ExportConfig, console: Console) -> None:
     """Runs the export in its engine, or says why not where that was not asked for by the format's name."""
     reason = unavailable(format.name, config.engines)
@@ -137,6 +137,11 @@ def _check_in_engine(material: Material, format: Format, folder: Path, config: E
     console.print(f"run in {found.line()}", markup=False, soft_wrap=True)
 
 
+def build(material: Material, format: Format, scratch: Path, name: str) -> str:
+    """Fills ``scratch``, which will be called ``name``, verifies what is in it, and returns the card."""
+    where = f"./{name}" if material.in_subfolder or material.repo_id is None else material.repo_id
+    engines = format.engines(material, where)
+    serve = serve_text(material, format.name, engines, where, format.widens) if engines else None
     card = str(
         model_card(
             material.head,

@@ -50,6 +50,16 @@ class HeadConfig:
             )
 
     @property
+    def trains_target(self) -> bool:
+        """Whether the head may be trained together with an adapter on its target."""
+        return False
+
+    @property
+    def size_setting(self) -> str | None:
+        """The setting, a whole number from 1, that makes the head larger or smaller and changes nothing else."""
+        return None
+
+    @property
     def estimates_acceptance(self) -> bool:
         """Whether the head says of every depth of a chain how likely sampling accepts it."""
         return False
@@ -90,6 +100,11 @@ class DraftLayerConfig(HeadConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"head.{name}: must be positive or null, got {value}; use null")
+
+    @property
+    def size_setting(self) -> str | None:
+        """The width of the MLPs."""
+        return "intermediate_size"
 
     def key_value_heads(self, spec: TargetSpec) -> int:
         """Heads of keys and values for a target.

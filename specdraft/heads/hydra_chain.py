@@ -54,6 +54,11 @@ class HydraConfig(HeadConfig):
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"head.dropout: must lie in [0, 1), got {self.dropout}; use 0")
 
+    @property
+    def size_setting(self) -> str | None:
+        """The width of the layer before the heads; without it the blocks per head."""
+        return "intermediate_size" if self.prefix_attention else "num_layers"
+
     def build(self, spec: TargetSpec) -> HydraHead:
         """A head that first repeats what the target says at the anchor: the tokens enter with weight zero."""
         return HydraHead(self, spec)

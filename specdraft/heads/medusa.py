@@ -21,7 +21,7 @@ from specdraft.heads.base import DraftHead, TokenPicker, register_head
 @register_head("medusa")
 @dataclass(slots=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """Settings of Medusa-1 heads."""
+    """Settings of Medusa-1 heads; with adapter=lora they are trained as Medusa-2's."""
 
     num_layers: int = 1
     """Residual blocks per head; each has weights of its own."""
@@ -32,6 +32,16 @@ class MedusaConfig(HeadConfig):
         HeadConfig.__post_init__(self)
         if self.num_layers < 1:
             raise ConfigError(f"head.num_layers: must be at least 1, got {self.num_layers}; use 1")
+
+    @property
+    def trains_target(self) -> bool:
+        """Medusa-2."""
+        return True
+
+    @property
+    def size_setting(self) -> str | None:
+        """The blocks per head."""
+        return "num_layers"
 
     def build(self, spec: TargetSpec) -> MedusaHead:
         """A head with random residual branches that start at zero, so that it first repeats the target's own logits."""

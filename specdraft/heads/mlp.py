@@ -37,6 +37,11 @@ class MLPConfig(HeadConfig):
         if self.inner_size is not None and self.inner_size < 1:
             raise ConfigError(f"head.inner_size: must be positive or null, got {self.inner_size}; use null")
 
+    @property
+    def size_setting(self) -> str | None:
+        """The width of the state."""
+        return "inner_size"
+
     def build(self, spec: TargetSpec) -> MLPHead:
         """A head with random weights."""
         return MLPHead(self, spec)

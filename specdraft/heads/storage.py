@@ -15,19 +15,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specdraft.core.errors import CheckpointError, ConfigError
-from specdraft.core.types import TargetSpec
+from specdraft.core.types import AdapterWeights, TargetSpec
 from specdraft.heads.base import DraftHead, head_config
 
 FORMAT = 1
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter.safetensors"
+"""Of a head whose target was trained with it."""
 
 
-def save_head(head: DraftHead, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
+def save_head(
+    head: DraftHead, folder: str | Path, extra: dict[str, Any] | None = None, adapter: AdapterWeights | None = None
+) -> Path:
     """Writes ``head`` to ``folder``, replacing a head that is there; a kill at any moment leaves the old or the new one.
 
     config.json holds the format version, the kind, its settings and the target's spec; ``extra`` adds keys of the run
-    (data, training) that the head itself does not need.
+    (data, training) that the head itself does not need. ``adapter``: of the target that was trained with the head.
 
     Raises:
         CheckpointError: the files cannot be written (disk full, no permission); what was there is untouched.
@@ -42,12 +46,16 @@ def save_head(head: DraftHead, folder: str | Path, extra: dict[str, Any] | None 
         "target": asdict(head.spec),
         "dtype": str(head.dtype).removeprefix("torch."),
     }
+    if adapter is not None:
+        config["adapter"] = {"scale": adapter.scale, "num_parameters": adapter.num_parameters}
     tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             save_file(tensors, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+            if adapter is not None:
+                save_file(adapter.tensors, temporary / ADAPTER_NAME, metadata={"format": "pt"})
             (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
             for path in temporary.iterdir():
                 path.chmod(0o644)  # safetensors writes for its user alone
@@ -99,7 +107,9 @@ def resolve_head(source: str | Path, revision: str | None = None) -> Path:
     try:
         return Path(
             snapshot_download(
-                str(source), revision=revision, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME, "results.json", "README.md"]
+                str(source),
+                revision=revision,
+                allow_patterns=[CONFIG_NAME, WEIGHTS_NAME, ADAPTER_NAME, "results.json", "README.md"],
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
@@ -124,6 +134,23 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT or not {"kind", "head", "target"} <= set(config):
         raise CheckpointError(f"head: not a specdraft head of format {FORMAT}, got {folder}; import or save it again")
     return config
+
+
+def read_adapter(folder: Path) -> AdapterWeights | None:
+    """The adapter that the head in ``folder`` needs its target to have; None = the target as it is.
+
+    Raises:
+        CheckpointError: the config speaks of one that is not there or torn.
+    """
+    recorded = read_head_config(folder).get("adapter")
+    if recorded is None:
+        return None
+    try:
+        return AdapterWeights(load_file(folder / ADAPTER_NAME), float(recorded["scale"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"head: {ADAPTER_NAME} is missing or torn, got {folder} ({error}); use another checkpoint"
+        ) from error
 
 
 def load_head(
@@ -183,6 +210,10 @@ def load_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], source: str 
 def check_source_kind(source: str | Path, kind: str) -> None:
     """Raises CheckpointError or ConfigError unless ``source`` is a head of ``kind`` to start training from."""
     given = read_head_config(resolve_head(source))["kind"]
+    if "adapter" in read_head_config(resolve_head(source)):
+        raise ConfigError(
+            f"trainer.warm_start: the head was trained with a target of its own, got {source} with an adapter; use null"
+        )
     if given != kind:
         raise ConfigError(
             f"trainer.warm_start: the head to start from is of another kind, got {given} for {kind}; use head={given}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specdraft.core.errors import ConfigError
@@ -70,3 +70,51 @@ class TargetConfig:
             raise ConfigError(
                 f"target.device_map: contradicts target.device={self.device}, got {devices!r}; leave the device at auto"
             )
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterConfig:
+    """A LoRA adapter on the target that is trained together with the head (Medusa-2).
+
+    It makes a target that is easier to draft for, and no longer the original.
+    """
+
+    rank: int | None = None
+    """Rank of the adapter; null = none, the target stays as it is."""
+    alpha: float = 16.0
+    """The adapter's output is multiplied by alpha / rank."""
+    modules: list[str] | None = None
+    """Linear layers of the target's blocks that get one, by the last part of their names; null = all."""
+    head_share: float = 0.3
+    """Share of training in which the head learns alone before the adapter joins."""
+    head_weight: float = 0.2
+    """Weight of the head's loss beside the KL from the original target to the adapted one."""
+    warmup_share: float = 0.1
+    """Share of training over which that weight grows from zero once the adapter has joined."""
+    head_lr_multiple: float = 4.0
+    """The head's learning rate (optim.lr) as a multiple of the adapter's."""
+
+    def __post_init__(self) -> None:
+        if self.rank is None:
+            self._check_unused()
+            return
+        if self.rank < 1:
+            raise ConfigError(f"adapter.rank: must be at least 1 or null, got {self.rank}; use e.g. 32")
+        if self.modules is not None and (not self.modules or len(set(self.modules)) != len(self.modules)):
+            raise ConfigError(f"adapter.modules: must name layers, each once, got {self.modules}; use null for all")
+        for name in ("alpha", "head_weight", "head_lr_multiple"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"adapter.{name}: must be positive, got {getattr(self, name)}; use e.g. 1.0")
+        for name in ("head_share", "warmup_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"adapter.{name}: must lie in 0..1, got {getattr(self, name)}; use e.g. 0.1")
+        if self.head_share == 1.0:
+            raise ConfigError("adapter.head_share: leaves nothing for the adapter, got 1.0; use less, or adapter=none")
+
+    def _check_unused(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    f"adapter.{field.name}: has no effect without adapter.rank, got {getattr(self, field.name)}; "
+                    "add adapter=lora"
+                )

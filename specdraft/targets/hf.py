@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.types import FeatureRequest, Features, LayerWeights, TargetSpec, TokenBatch, Unembedding
+from specdraft.core.types import (
+    AdapterWeights,
+    FeatureRequest,
+    Features,
+    LayerWeights,
+    TargetSpec,
+    TokenBatch,
+    Unembedding,
+)
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.check import check_target
 from specdraft.targets.compiled import CompiledDecoder
@@ -53,6 +61,8 @@ class HFTarget:
         self.packed: PackedLinears | None = None
         self.fast_layers: FastLayers | None = None
         self.compiled: CompiledDecoder | None = None
+        self.adapted = False
+        """Whether an adapter was merged into the weights: the spec is that of the original."""
         weight = layout.lm_head.get_parameter("weight")
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
@@ -133,6 +143,10 @@ class HFTarget:
         Raises:
             ConfigError: ``request`` names a layer that the target does not have.
         """
+        return self.capture_with_graph(tokens, request)
+
+    def capture_with_graph(self, tokens: TokenBatch, request: FeatureRequest = NO_AUX) -> Features:
+        """``capture`` through which gradients reach an adapter that is trained in the target."""
         mask: Any = tokens.attention_mask
         if bool((tokens.document_ids > 0).any()):
             mask = self._document_masks(tokens)
@@ -239,11 +253,13 @@ class HFTarget:
                 handle.remove()
 
 
-def load_target(config: TargetConfig) -> HFTarget:
+def load_target(config: TargetConfig, adapter: AdapterWeights | None = None) -> HFTarget:
     """The target of ``config`` with its tokenizer, frozen, on its device, checked, and packed where asked.
 
+    ``adapter``: is merged into the weights; the target is then another one, by the name of the original.
+
     Raises:
-        ConfigError: unknown name, device, attention kernel, or no tokenizer.
+        ConfigError: unknown name, device, attention kernel, no tokenizer, or an adapter that does not go with the settings.
         CheckpointError: missing or torn weights.
         UnsupportedTargetError: a kind of model that cannot be decoded or trained with correctly.
     """
@@ -260,6 +276,10 @@ def load_target(config: TargetConfig) -> HFTarget:
         # Heads are for the model, in whatever number of bits it is loaded.
         fingerprint = TargetFiles(config.name, config.revision).spec().fingerprint
         target.spec = replace(target.spec, fingerprint=fingerprint)
+    if adapter is not None:
+        from specdraft.targets.lora import merge
+
+        merge(target, adapter)
     if config.pack_weights and target.device.type == "cpu":
         target.pack()
     if config.compile:

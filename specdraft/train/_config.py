@@ -90,9 +90,15 @@ class TrainerConfig:
     """How long, how often and in which precision a head is trained."""
 
     epochs: int = 1
-    """Passes over the training rows."""
+    """Passes over the training rows, where neither max_tokens nor max_minutes says how long to train."""
     max_steps: int | None = None
     """Optimizer steps after which training ends though epochs remain; null = no such limit."""
+    max_tokens: int | None = None
+    """Tokens (of all processes, prompts included) after which training ends, over as many epochs as that takes; null = no
+    such limit."""
+    max_minutes: float | None = None
+    """Minutes of training, without measuring and saving, after which it ends, over as many epochs as that takes; the learning
+    rate then follows the time. Null = no such limit."""
     accumulation_steps: int = 1
     """Micro-batches per process that make one optimizer step; the loss is normalised over all of them."""
     mixed_precision: str = "bf16"
@@ -134,7 +140,7 @@ class TrainerConfig:
         for name in ("epochs", "accumulation_steps", "log_every", "keep_checkpoints", "eval_max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}: must be at least 1, got {getattr(self, name)}; use 1 or more")
-        for name in ("max_steps", "eval_every", "save_every", "early_stop"):
+        for name in ("max_steps", "max_tokens", "eval_every", "save_every", "early_stop"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"trainer.{name}: must be at least 1 or null, got {value}; use null or e.g. 100")
@@ -155,6 +161,8 @@ class TrainerConfig:
             raise ConfigError("trainer.warm_start: must not be empty, got ''; give a folder or a Hub id, or null")
         if self.prefetch < 0:
             raise ConfigError(f"trainer.prefetch: must not be negative, got {self.prefetch}; use 0 for none")
+        if self.max_minutes is not None and not 0.0 < self.max_minutes < float("inf"):
+            raise ConfigError(f"trainer.max_minutes: must be positive or null, got {self.max_minutes}; use e.g. 20")
         self._check_measurements()
         if self.mixed_precision not in PRECISIONS:
             raise ConfigError(

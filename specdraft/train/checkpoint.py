@@ -19,7 +19,8 @@ from torch import Tensor
 
 from specdraft.core.errors import CheckpointError
 from specdraft.heads.base import DraftHead
-from specdraft.heads.storage import load_tensors
+from specdraft.heads.storage import ADAPTER_NAME, load_tensors
+from specdraft.targets.lora import LoraAdapter
 from specdraft.train.state import TrainState, set_rng_state
 
 FORMAT = 1
@@ -42,7 +43,8 @@ class Checkpoint:
     head: the head's ``state_dict``. optimizer: ``<parameter name>:<state name>`` -> tensor, so that a
     parameter added or frozen later does not shift the others. rng: ``rng_state()`` of every rank. run: what
     must be the same for the data position to mean the same. scaler: the fp16 loss scaler's state, else empty.
-    average: the average of the weights by parameter name, None where they are not averaged.
+    average: the average of the weights by parameter name, None where they are not averaged. adapter: the tensors of an
+    adapter that is trained in the target, None without one.
     settings: of the whole run, to tell what a resumed run does otherwise.
     """
 
@@ -53,6 +55,7 @@ class Checkpoint:
     run: dict[str, Any]
     scaler: dict[str, Any]
     average: dict[str, Tensor] | None = None
+    adapter: dict[str, Tensor] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,6 +94,8 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     save_file(checkpoint.optimizer, folder / OPTIMIZER_NAME)
     if checkpoint.average is not None:
         save_file(checkpoint.average, folder / AVERAGE_NAME)
+    if checkpoint.adapter is not None:
+        save_file(checkpoint.adapter, folder / ADAPTER_NAME)
     (folder / RNG_NAME).write_text(json.dumps(checkpoint.rng))
     record = {
         "format": FORMAT,
@@ -184,6 +189,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             run=record["run"],
             scaler=record["scaler"],
             average=load_file(path / AVERAGE_NAME) if AVERAGE_NAME in record["sha256"] else None,
+            adapter=load_file(path / ADAPTER_NAME) if ADAPTER_NAME in record["sha256"] else None,
             settings=record.get("settings", {}),
         )
     except CheckpointError:
@@ -228,9 +234,19 @@ def choose_checkpoint(folder: Path, resume: str) -> Path | None:
     return None
 
 
-def optimizer_tensors(head: DraftHead, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of ``optimizer`` keyed ``<parameter name>:<state name>``, on the CPU."""
+def _names(head: DraftHead, adapter: LoraAdapter | None) -> dict[Tensor, str]:
+    """Trained parameter -> its name; those of an adapter have a prefix."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in head.named_parameters()}
+    if adapter is not None:
+        names |= {parameter: f"adapter.{name}" for name, parameter in adapter.parameters.items()}
+    return names
+
+
+def optimizer_tensors(
+    head: DraftHead, optimizer: torch.optim.Optimizer, adapter: LoraAdapter | None = None
+) -> dict[str, Tensor]:
+    """State of ``optimizer`` keyed ``<parameter name>:<state name>``, on the CPU."""
+    names = _names(head, adapter)
     return {
         f"{names[parameter]}:{key}": value.detach().cpu().contiguous()
         for parameter, values in optimizer.state.items()
@@ -239,9 +255,14 @@ def optimizer_tensors(head: DraftHead, optimizer: torch.optim.Optimizer) -> dict
 
 
 def restore(
-    checkpoint: Checkpoint, head: DraftHead, optimizer: torch.optim.Optimizer, run: dict[str, Any], rank: int
+    checkpoint: Checkpoint,
+    head: DraftHead,
+    optimizer: torch.optim.Optimizer,
+    run: dict[str, Any],
+    rank: int,
+    adapter: LoraAdapter | None = None,
 ) -> TrainState:
-    """Puts ``checkpoint`` into the head, the optimizer and this rank's random generators.
+    """Puts ``checkpoint`` into the head, the adapter, the optimizer and this rank's random generators.
 
     Raises:
         CheckpointError: it belongs to another head, other data, or another number of micro-batches per step.
@@ -253,7 +274,9 @@ def restore(
                 "continue with the settings and data it was trained with"
             )
     load_tensors(head, checkpoint.head, "the checkpoint")
-    _load_optimizer(checkpoint.optimizer, head, optimizer)
+    if adapter is not None:
+        adapter.load(checkpoint.adapter or {})
+    _load_optimizer(checkpoint.optimizer, _names(head, adapter), optimizer)
     if rank < len(checkpoint.rng):
         set_rng_state(checkpoint.rng[rank])
     else:
@@ -265,9 +288,8 @@ def restore(
     return checkpoint.state
 
 
-def _load_optimizer(tensors: dict[str, Tensor], head: DraftHead, optimizer: torch.optim.Optimizer) -> None:
+def _load_optimizer(tensors: dict[str, Tensor], names: dict[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
     """Sets the optimizer's state by parameter name; learning rates stay (the schedule sets them)."""
-    names = {parameter: name for name, parameter in head.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ from specdraft.heads.base import DraftHead
 from specdraft.losses.objectives import Objective, Teacher
 from specdraft.targets.base import Target
 from specdraft.train._config import OptimConfig, TrainerConfig
+from specdraft.train.joint import Alone
 from specdraft.train.state import EvalPoint, TrainState
 from specdraft.train.trackers import Tracker
+
+NO_LIMIT = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +56,46 @@ class TrainInputs:
     """Of whatever a head draws at random; every rank draws its own."""
     resume: str = "never"
     """never, auto or must."""
+    joint: Alone = field(default_factory=Alone)
+    """A ``Joint`` trains an adapter on the target with the head."""
     evaluate: Callable[[DraftHead], EvalPoint] | None = None
     """Measures acceptance, on rank 0 only; None = the last head counts as the best."""
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """The most optimizer steps that the run can have; NO_LIMIT where only time ends it."""
         most, steps = self.trainer.max_steps, 0
+        if self.trainer.max_tokens is not None:
+            steps = self.plan.steps_for(self.trainer.max_tokens)
+            return steps if most is None else min(steps, most)
+        if self.trainer.max_minutes is not None:
+            return NO_LIMIT if most is None else most
         for epoch in range(self.trainer.epochs):
             if most is not None and steps >= most:
                 return most
             steps += self.plan.num_steps(epoch)
         return steps if most is None else min(steps, most)
+
+    @property
+    def known_steps(self) -> int | None:
+        """``total_steps``; None where only time ends the run."""
+        return None if self.total_steps == NO_LIMIT else self.total_steps
+
+    def is_over(self, state: TrainState) -> bool:
+        """Whether training has come to its end."""
+        minutes = self.trainer.max_minutes
+        return state.step >= self.total_steps or (minutes is not None and state.seconds >= 60.0 * minutes)
+
+    def progress(self, state: TrainState) -> float:
+        """How much of the training is done, 0 to 1, in time where that ends it."""
+        return min(1.0, state.step / max(1, self.expected_steps(state)))
+
+    def expected_steps(self, state: TrainState) -> int:
+        """Optimizer steps that the run will have had in the end: known, or at the pace so far, which ranks agree on."""
+        minutes = self.trainer.max_minutes
+        if minutes is None or not state.seconds:
+            return self.total_steps
+        return min(self.total_steps, max(state.step + 1, round(state.step * 60.0 * minutes / state.seconds)))
 
     def teacher(self) -> Teacher:
         """The target's side of the loss, over the head's draft vocabulary."""

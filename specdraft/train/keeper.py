@@ -46,6 +46,7 @@ class Keeper:
             "packing_capacity": plan.capacity,
             "optimizer": run.optim.optimizer,
             "ema_decay": run.trainer.ema_decay,
+            "adapter_rank": None if run.joint.adapter is None else run.joint.adapter.config.rank,
         }
 
     def resume(self) -> TrainState:
@@ -60,7 +61,8 @@ class Keeper:
             set_seed(self.run.seed, device_specific=True)
             return TrainState()
         checkpoint = read_checkpoint(path)
-        state = restore(checkpoint, self.run.head, self.optimizer, self._must_agree, accelerator.process_index)
+        rank, adapter = accelerator.process_index, self.run.joint.adapter
+        state = restore(checkpoint, self.run.head, self.optimizer, self._must_agree, rank, adapter)
         if accelerator.scaler is not None and checkpoint.scaler:
             accelerator.scaler.load_state_dict(checkpoint.scaler)
         if self.average is not None and checkpoint.average is not None:
@@ -80,9 +82,11 @@ class Keeper:
         def write() -> None:
             tensors = _saved(head.state_dict())
             average = None if self.average is None else _saved(self.average.tensors)
-            optimizer = optimizer_tensors(head, self.optimizer)
+            adapter = self.run.joint.adapter
+            optimizer = optimizer_tensors(head, self.optimizer, adapter)
+            beside = None if adapter is None else adapter.weights.tensors
             settings = self.run.settings
-            checkpoint = Checkpoint(state, tensors, optimizer, rng, self._must_agree, scaler, average, settings)
+            checkpoint = Checkpoint(state, tensors, optimizer, rng, self._must_agree, scaler, average, beside, settings)
             save_checkpoint(self.folder, checkpoint, self.run.trainer.keep_checkpoints)
             self._save_head("last", state, None)
 
@@ -91,7 +95,7 @@ class Keeper:
     def measures_now(self, state: TrainState) -> bool:
         """Whether acceptance is to be measured after this step."""
         run = self.run
-        due = state.step == run.total_steps or (state.step > 0 and state.is_due(run.trainer.eval_every))
+        due = run.is_over(state) or (state.step > 0 and state.is_due(run.trainer.eval_every))
         return run.evaluate is not None and due and state.evaluated_step < state.step
 
     def exhausted(self, state: TrainState) -> bool:
@@ -153,7 +157,9 @@ class Keeper:
         if point is not None:
             training["acceptance_length"] = point.acceptance_length
         with self._averaged():
-            save_head(self.run.head, self.run.folder / name, {"training": training})
+            adapter = self.run.joint.adapter
+            weights = None if adapter is None else adapter.weights
+            save_head(self.run.head, self.run.folder / name, {"training": training}, weights)
 
 
 def _saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

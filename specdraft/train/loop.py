@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import nn
 
 from specdraft.core.errors import SpecDraftError
 from specdraft.core.types import TokenBatch
@@ -38,10 +38,11 @@ def train(run: TrainInputs) -> TrainResult:
         CheckpointError: a checkpoint cannot be read or written.
         SpecDraftError: loss or gradient is not finite; weights and the last checkpoint stay as they were.
     """
-    accelerator, head, trainer, total_steps = run.accelerator, run.head, run.trainer, run.total_steps
+    accelerator, head, trainer = run.accelerator, run.head, run.trainer
     head.to(device=accelerator.device, dtype=torch.float32).train()
     optimizer = build_optimizer(head, run.optim)
     average = None if trainer.ema_decay is None else WeightAverage(head, trainer.ema_decay)
+    run.joint.join(optimizer)
     keeper = Keeper(run, optimizer, average)
     state = keeper.resume()
     head.recompute = trainer.gradient_checkpointing
@@ -53,18 +54,18 @@ def train(run: TrainInputs) -> TrainResult:
         closing(run.tracker),
         compiled(head, trainer.compile),
         StopSignal() as signal,
-        Display(total_steps, state.step, accelerator.is_main_process) as display,
+        Display(run.known_steps, state.step, accelerator.is_main_process) as display,
         closing(windows(run, state, meter)) as stream,
     ):
         with kept_rng():
             on_main(accelerator, lambda: run.tracker.start(state.step, run.settings))
         if state.step:
-            display.line(f"continuing after step {state.step} of {total_steps}")
+            display.line(f"continuing after step {state.step} of {run.known_steps or 'as many as the time allows'}")
         if keeper.measures_now(state):
             keeper.evaluate(state, display)  # a kill fell between the checkpoint and the measurement
-        stopped = False
-        for window in stream if not keeper.exhausted(state) else ():
-            lr = set_lr(optimizer, run.optim, total_steps, state.step)
+        stopped, before = False, state.seconds
+        for window in stream if not (keeper.exhausted(state) or run.is_over(state)) else ():
+            lr = set_lr(optimizer, run.optim, run.expected_steps(state), state.step)
             work = [tokens for tokens in window if bool((tokens.row_ids >= 0).any())]
             denominator, num_tokens = sum_over_ranks(
                 accelerator,
@@ -73,6 +74,7 @@ def train(run: TrainInputs) -> TrainResult:
                     sum(float(tokens.attention_mask.sum()) for tokens in work),
                 ],
             )
+            run.joint.begin(run.progress(state), window)
             loss, grad_norm = 0.0, 0.0
             if denominator:
                 local = backward(run, model, memory, teacher, window, denominator, meter)
@@ -89,16 +91,18 @@ def train(run: TrainInputs) -> TrainResult:
             state.tokens += int(num_tokens)
             meter.add_step(loss, num_tokens)
             display.advance()
-            if state.step % trainer.log_every == 0 or state.step == total_steps:
+            stop, seconds = sum_over_ranks(accelerator, [float(signal.requested), meter.seconds])
+            state.seconds = before + seconds / accelerator.num_processes
+            stopped, done = bool(stop), run.is_over(state)
+            if state.step % trainer.log_every == 0 or done:
                 values = {
                     **meter.collect(accelerator),
+                    **run.joint.collect(),
                     "lr": lr,
                     "grad_norm": grad_norm,
                     **keeper.progress(state),
                 }
                 keeper.log(state, values, display)
-            (stop,) = sum_over_ranks(accelerator, [float(signal.requested)])
-            stopped, done = bool(stop), state.step == total_steps
             with meter.paused():
                 if stopped or done or state.is_due(trainer.save_every):
                     keeper.save(state)  # before measuring, so that a kill there costs no step
@@ -113,10 +117,12 @@ def train(run: TrainInputs) -> TrainResult:
                     )
                     keeper.save(state)
                     break
+            if done:
+                break
         keeper.finish(state)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     head.eval()
-    return TrainResult(state, stopped=stopped and state.step < total_steps, totals=meter.totals())
+    return TrainResult(state, stopped=stopped and not run.is_over(state), totals=meter.totals())
 
 
 def backward(
@@ -139,11 +145,11 @@ def backward(
     for i, tokens in enumerate(window):
         with meter.phase("target"):
             tokens = tokens.to(accelerator.device)
-            batch = build_draft_batch(tokens, memory.capture(tokens))
+            batch = build_draft_batch(tokens, run.joint.capture(tokens, memory))
         with meter.phase("draft"), nullcontext() if i + 1 == len(window) else accelerator.no_sync(model):
             with accelerator.autocast():
                 result = run.objective(model(batch, target.embed, target.unembedding), batch, teacher)
-            loss: Tensor = result.loss_sum / denominator
+            loss = run.joint.total(result.loss_sum / denominator, tokens, batch)
             accelerator.backward(loss * accelerator.num_processes)
         total += loss.detach()
         meter.add_stats(result.stats)
@@ -154,7 +160,7 @@ def update(run: TrainInputs, stepper: AcceleratedOptimizer, state: TrainState, l
     """Moves the weights if loss and gradient are finite; returns the gradient's norm before clipping."""
     accelerator = run.accelerator
     limit = run.optim.max_grad_norm or math.inf
-    grad_norm = float(accelerator.clip_grad_norm_(run.head.parameters(), limit))
+    grad_norm = float(accelerator.clip_grad_norm_([*run.head.parameters(), *run.joint.parameters], limit))
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     if not finite:
         # fp16 overflows now and then: the scaler then skips the step and lowers its factor, until that is

@@ -125,12 +125,12 @@ def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
 
 
 def set_lr(optimizer: Optimizer, config: OptimConfig, total_steps: int, step: int) -> float:
-    """Sets and returns the rate of optimizer step ``step`` (from 0).
+    """Sets and returns the rate of optimizer step ``step`` (from 0); groups with an ``lr_share`` get that share of it.
 
     The rate is a function of the step, so there is no scheduler state to save, to prepare or to step once too
     often.
     """
     lr = config.lr * lr_factor(config, total_steps)(step)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_share", 1.0)
     return lr

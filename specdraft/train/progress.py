@@ -70,6 +70,11 @@ class Meter:
         yield
         self._start += time.perf_counter() - start
 
+    @property
+    def seconds(self) -> float:
+        """Time of training in this process, without what was paused."""
+        return self._total["seconds"] + time.perf_counter() - self._start
+
     def add_stats(self, stats: StepStats) -> None:
         """Counts of one micro-batch of this rank."""
         self._stats += stats.pack()
@@ -123,7 +128,7 @@ def peak_memory_bytes(cuda: bool) -> float:
 class Display:
     """Lines of metrics and, on a terminal, a bar with the estimated time left below them. Rank 0 only."""
 
-    def __init__(self, total_steps: int, step: int, is_main_process: bool) -> None:
+    def __init__(self, total_steps: int | None, step: int, is_main_process: bool) -> None:
         self._quiet = not is_main_process
         console = Console(quiet=self._quiet)
         self._bar = Progress(

@@ -9,7 +9,18 @@ from typing import Any
 from specdraft.core.errors import ConfigError
 from specdraft.train.checkpoint import newest_settings
 
-FIXED = ("head", "data", "target.name", "target.revision", "optim.optimizer", "trainer.ema_decay", "trainer.warm_start")
+FIXED = (
+    "head",
+    "adapter.rank",
+    "adapter.alpha",
+    "adapter.modules",
+    "data",
+    "target.name",
+    "target.revision",
+    "optim.optimizer",
+    "trainer.ema_decay",
+    "trainer.warm_start",
+)
 """Settings, or groups of them, without which a checkpoint means something else."""
 FREE = ("data.cache_dir", "data.generate_batch_size", "data.batch_size", "resume", "output_dir")
 """Settings that are free all the same, or compared elsewhere (rows per step are, whatever they are made of)."""

@@ -41,6 +41,8 @@ class TrainState:
     """Optimizer steps done in the present epoch: with ``epoch`` the position in the data."""
     tokens: int = 0
     """Real tokens seen by all ranks, prompts included."""
+    seconds: float = 0.0
+    """Time of training, without measuring and saving, of all processes that continued it (a mean over ranks)."""
     skipped: int = 0
     """Steps without an update: not finite, or nothing supervised."""
     evaluated_step: int = -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Generic, TypeVar
 
 from specdraft.core.types import TokenBatch
@@ -26,7 +26,7 @@ def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Generator[list
 
     The phase ``data`` is the time that training waits for them.
     """
-    planned = islice(_planned(run, state.epoch, state.step_in_epoch), run.total_steps - state.step)
+    planned = islice(_planned(run, state.epoch, state.step_in_epoch), max(0, run.total_steps - state.step))
 
     def make(micro_batches: list[MicroBatch]) -> list[TokenBatch]:
         made = []
@@ -54,8 +54,8 @@ def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Generator[list
 
 
 def _planned(run: TrainInputs, epoch: int, step_in_epoch: int) -> Iterator[list[MicroBatch]]:
-    """Rows of every micro-batch, step by step, from a position on."""
-    for number in range(epoch, run.trainer.epochs):
+    """Rows of every micro-batch, step by step, from a position on; without end."""
+    for number in count(epoch):
         yield from run.plan.epoch(number)[step_in_epoch if number == epoch else 0 :]
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from specdraft.config.comparison import head_runs
 from specdraft.config.overrides import prepare_overrides
-from specdraft.config.schema import PipelineRun
+from specdraft.config.schema import CompareRun, PipelineRun
 from specdraft.config.store import compose_config, to_run
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/run.sh"))
+COMPARISON = ROOT / "recipes/smollm2_compare"
+RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/run.sh") if path.parent != COMPARISON)
 
 
 def called_with(recipe: Path, folder: Path, **environment: str) -> list[str]:
@@ -24,8 +26,8 @@ def called_with(recipe: Path, folder: Path, **environment: str) -> list[str]:
     fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     fake.chmod(0o755)
     variables = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **environment}
-    script = [str(recipe / "run.sh"), "trainer.epochs=1"]
-    output = subprocess.run(script, env=variables, check=True, capture_output=True, text=True).stdout
+    script = [str(recipe / "run.sh"), "trainer.epochs=1" if recipe != COMPARISON else "data.seed=7"]
+    output = subprocess.run(script, cwd=folder, env=variables, check=True, capture_output=True, text=True).stdout
     words: list[str] = json.loads(output)
     return words
 
@@ -48,6 +50,29 @@ def test_the_script_composes(recipe: Path, tmp_path: Path) -> None:
     assert run.name == f"recipe_{recipe.name}"
     own = settings(called_with(recipe, tmp_path, PROMPTS="my.jsonl", EVAL="held.jsonl"))
     assert (own.data.sources, own.eval.prompts) == (["my.jsonl"], ["held.jsonl"])
+
+
+@pytest.mark.parametrize("size", ["full", "small"])
+def test_the_comparison_composes_with_every_kind(size: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "my.jsonl"
+    prompts.write_text("".join(f"{i}\n" for i in range(5000)))
+    for source, own in (
+        ({}, "builtin"),
+        ({"PROMPTS": str(prompts)}, f"outputs/first_{4000 if size == 'full' else 200}.jsonl"),
+    ):
+        words = called_with(COMPARISON, tmp_path, SIZE=size, **source)
+        assert words[0] == "compare"
+        run = to_run("compare", compose_config("compare", prepare_overrides("compare", words[1:])))
+        assert isinstance(run, CompareRun)
+        runs = head_runs(run)
+        assert [one.name for one in runs] == ["medusa", "hydra_chain", "eagle", "eagle3", "peagle", "dflash", "mlp"]
+        assert {(one.data.sources[0], one.data.seed, one.head.num_draft_tokens) for one in runs} == {(own, 7, 5)}
+        assert {one.trainer.max_tokens for one in runs} == {2_000_000 if size == "full" else 60_000}
+        assert runs[0].eval.prompts == ["mt_bench", "humaneval", "gsm8k"]
+        if source:
+            lines = (tmp_path / own).read_text().split()
+            assert lines == [str(i) for i in range(len(lines))]
+            assert len(lines) == (4000 if size == "full" else 200)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)

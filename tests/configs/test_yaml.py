@@ -33,7 +33,9 @@ NEEDED: dict[str, list[str]] = {
     "generate": ["head=outputs/x/best", "prompt=hello"],
     "export": ["head=outputs/x/best"],
     "import": ["source=user/repo"],
+    "compare": ["name=x", "heads=[medusa]", "compare.value=1000"],
     "target/hub.yaml": ["target.name=owner/model"],
+    "adapter/lora.yaml": ["head=medusa"],
     "data/files.yaml": ["data.sources=[chats.jsonl]"],
     "export/hf.yaml": ["push_to=user/repo"],
 }
@@ -52,7 +54,7 @@ def commands_of(file: str) -> list[str]:
     if group == "experiment":
         return [name for name, run in RUNS.items() if issubclass(run, ExperimentRun)]
     # prepare, doctor and run compose the same groups as train.
-    commands = ("train", "eval", "tune", "generate", "export")
+    commands = ("train", "eval", "tune", "generate", "export", "compare")
     commands = commands[1:] if file == "target/from_head.yaml" else commands
     return [name for name in commands if f"- {group}:" in (config_dir() / f"{name}.yaml").read_text()]
 
@@ -127,6 +129,7 @@ def test_values_equal_the_defaults_of_the_code() -> None:
             if values[field.name] != default:
                 differing.add(f"{file}: {field.name}")
     assert differing == {
+        "adapter/lora.yaml: rank",
         "data/files.yaml: sources",
         "decode/dynamic.yaml: dynamic_total_tokens",
         "decode/tree.yaml: tree",
