@@ -61,6 +61,7 @@ def report(cfg: CompareRun, results: Sequence[dict[str, Any]], console: Console)
     from rich.console import Console
 
     from specdraft.eval.acceptance import SCHEMA
+    from specdraft.eval.drift import drift_line
     from specdraft.eval.report import PLAIN_WIDTH, budget_table, print_notes, write_results
 
     budget = {"of": cfg.compare.budget, "value": cfg.compare.value}
@@ -75,6 +76,9 @@ def report(cfg: CompareRun, results: Sequence[dict[str, Any]], console: Console)
                 out.print(set_name, markup=False)
                 out.print()
                 out.print(budget_table(results, out, set_name))
+            for one in results:
+                if "drift" in one:
+                    out.print(f"{one['name']}: {drift_line(one['drift'])}", markup=False, soft_wrap=True)
     for set_name in results[0]["sets"]:
         for one in results:
             print_notes(f"{one['name']}, {set_name}", one["sets"][set_name], console)

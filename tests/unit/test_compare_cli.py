@@ -112,6 +112,16 @@ def test_what_is_finished_is_not_done_again(workspace: Path, trained: list[str],
     )
 
 
+def test_a_head_that_changes_its_target_is_named(workspace: Path, trained: list[str], capsys: Captured) -> None:
+    pytest.importorskip("peft", reason="adapters are trained through peft, which is not installed")
+    assert main(words(workspace, "heads=['medusa name=two adapter=lora adapter.rank=2']", "compare.value=200")) == 0
+    table = Path("outputs/both/comparison.md").read_text()
+    assert "| two (adapted target, lossy) |" in table
+    assert "two: the target is no longer the original" in table
+    (one,) = json.loads(Path("outputs/both/comparison.json").read_text())["results"]
+    assert one["drift"]["kl"]["value"] > -1e-6
+
+
 def test_heads_of_one_size(workspace: Path, trained: list[str], capsys: Captured) -> None:
     call = words(workspace, "heads=[medusa, eagle3]", "compare.budget=parameters", "compare.value=40000")
     assert main([*call, "trainer.max_steps=2"]) == 0
