@@ -36,6 +36,7 @@ NEEDED: dict[str, list[str]] = {
     "compare": ["name=x", "heads=[medusa]", "compare.value=1000"],
     "target/hub.yaml": ["target.name=owner/model"],
     "adapter/lora.yaml": ["head=medusa"],
+    "loss/dspark.yaml": ["head=dflash", "head.confidence_head=true"],
     "data/files.yaml": ["data.sources=[chats.jsonl]"],
     "export/hf.yaml": ["push_to=user/repo"],
 }

@@ -104,7 +104,7 @@ TABLE = [
     ("eval", "head: is needed, got null; add head=FOLDER or a Hub id"),
     ("export", "head: is needed, got null; add head=FOLDER or a Hub id"),
     ("tune", "head: is needed, got null; add head=FOLDER or a Hub id"),
-    ("tune head=x batch_size=4", "tune.batch_size: only single rows can be tuned for, got 4; use 1"),
+    ("tune head=x batch_size=0", "tune.batch_size: must be at least 1, got 0; use more"),
     ("tune head=x prompts=[a,a] tune.max_nodes=0", "tune.max_nodes: must lie in 1..128, got 0"),
     ("generate head=x", "prompt: is needed, got nothing; add prompt=..."),
     ("train name=x target=hub", "target.name: must not be empty, got ''; give a Hub id, a folder or smollm2"),
@@ -185,7 +185,7 @@ TABLE = [
     ("import source=", "source: must not be empty, got ''; give a folder or a Hub id"),
     ("import source=a/b num_draft_tokens=0", "num_draft_tokens: must lie in 1..32, got 0"),
     ("import source=a/b output=", "output: must not be empty, got ''; use null or a folder"),
-    ("import source=configs revision=v1", "revision: has no effect without a Hub id, got 'v1'"),
+    ("import source=. revision=v1", "revision: has no effect without a Hub id, got 'v1'"),
     ("export head=x push_to=me", "export.push_to: is not of the form user/name, got 'me'"),
     ("export head=x private=true", "export.private: has no effect without push_to, got true"),
     # Hydra's own
