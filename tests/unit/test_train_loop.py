@@ -45,8 +45,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def gradients(run: TrainInputs) -> dict[str, Tensor]:
-    """The gradient of the run's first step."""
+    """The gradient of the run's first step, where weights that start from zero hide none behind them."""
     run.head.train()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in run.head.parameters():
+        if not parameter.any():
+            parameter.data.normal_(std=0.02, generator=generator)
     meter = Meter(torch.device("cpu"), run.head.config.num_draft_tokens)
     window = next(loop.windows(run, TrainState(), meter))
     denominator = sum(float(run.objective.denominator(tokens)) for tokens in window)
@@ -65,7 +69,7 @@ def test_accumulation_changes_no_gradient(tmp_path: Path, kind: str, normalize: 
     assert small.keys() == large.keys()
     for name, gradient in large.items():
         assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(small[name], gradient, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(small[name], gradient, atol=3e-6, rtol=1e-5)
 
 
 def test_accumulation_changes_no_weight(tmp_path: Path) -> None:
