@@ -66,14 +66,7 @@ def train(run: TrainInputs) -> TrainResult:
         stopped, before = False, state.seconds
         for window in stream if not (keeper.exhausted(state) or run.is_over(state)) else ():
             lr = set_lr(optimizer, run.optim, run.expected_steps(state), state.step)
-            work = [tokens for tokens in window if bool((tokens.row_ids >= 0).any())]
-            denominator, num_tokens = sum_over_ranks(
-                accelerator,
-                [
-                    sum(float(run.objective.denominator(tokens)) for tokens in work),
-                    sum(float(tokens.attention_mask.sum()) for tokens in work),
-                ],
-            )
+            denominator, num_tokens = window_totals(run, window)
             run.joint.begin(run.progress(state), window)
             loss, grad_norm = 0.0, 0.0
             if denominator:
@@ -104,25 +97,41 @@ def train(run: TrainInputs) -> TrainResult:
                 }
                 keeper.log(state, values, display)
             with meter.paused():
-                if stopped or done or state.is_due(trainer.save_every):
-                    keeper.save(state)  # before measuring, so that a kill there costs no step
-                if stopped and not done:
-                    display.line(f"stopped by a signal after step {state.step}; continue with resume=auto")
+                if close_step(run, keeper, state, display, stopped):
                     break
-                if keeper.measures_now(state):
-                    keeper.evaluate(state, display)
-                if keeper.exhausted(state) and not done:
-                    display.line(
-                        f"stopped early after step {state.step}: {state.stale} measurements brought no new best"
-                    )
-                    keeper.save(state)
-                    break
-            if done:
-                break
         keeper.finish(state)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     head.eval()
     return TrainResult(state, stopped=stopped and not run.is_over(state), totals=meter.totals())
+
+
+def window_totals(run: TrainInputs, window: list[TokenBatch]) -> list[float]:
+    """What the loss of a window is divided by, and its tokens, over all ranks."""
+    work = [tokens for tokens in window if bool((tokens.row_ids >= 0).any())]
+    return sum_over_ranks(
+        run.accelerator,
+        [
+            sum(float(run.objective.denominator(tokens)) for tokens in work),
+            sum(float(tokens.attention_mask.sum()) for tokens in work),
+        ],
+    )
+
+
+def close_step(run: TrainInputs, keeper: Keeper, state: TrainState, display: Display, stopped: bool) -> bool:
+    """Saves and measures what is due after a step; returns whether training ends here. ``stopped``: by a signal."""
+    done = run.is_over(state)
+    if stopped or done or state.is_due(run.trainer.save_every):
+        keeper.save(state)  # before measuring, so that a kill there costs no step
+    if stopped and not done:
+        display.line(f"stopped by a signal after step {state.step}; continue with resume=auto")
+        return True
+    if keeper.measures_now(state):
+        keeper.evaluate(state, display)
+    if keeper.exhausted(state) and not done:
+        display.line(f"stopped early after step {state.step}: {state.stale} measurements brought no new best")
+        keeper.save(state)
+        return True
+    return done
 
 
 def backward(
