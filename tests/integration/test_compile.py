@@ -1,4 +1,4 @@
-"""torch.compile with code generation, on the heads whose graph is smallest and largest to trace: the same training."""
+"""torch.compile with code generation, on a head whose graph is small: the same training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.training import make_run, weights
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch imports to generate code
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa"])  # an unroll takes minutes to compile
 def test_compiled_equals_plain(tmp_path: Path, kind: str) -> None:
     check_compiler(torch.device("cpu"))
     ends, losses = [], []
