@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def assert_same_end(folder: Path, straight: Path) -> None:
     assert all(torch.equal(value, ends[1].head[name]) for name, value in ends[0].head.items())
     assert all(torch.equal(value, ends[1].optimizer[name]) for name, value in ends[0].optimizer.items())
     assert ends[0].rng == ends[1].rng
-    assert ends[0].state == ends[1].state
+    # How long the parts of a run took is their own.
+    assert replace(ends[0].state, seconds=0.0) == replace(ends[1].state, seconds=0.0)
     heads = [weights(load_head(path / "last")) for path in (folder, straight)]
     assert all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
