@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from typing import Generic, TypeVar
 
@@ -16,9 +16,6 @@ from specdraft.train.state import TrainState
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_POLL_S = 0.1
-"""How often a thread that waits for room looks whether it is still wanted."""
 
 
 def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Generator[list[TokenBatch], None, None]:
@@ -64,29 +61,14 @@ class Ahead(Generic[T, R]):
 
     def __init__(self, items: Iterator[T], make: Callable[[T], R], depth: int) -> None:
         self._items, self._make = items, make
-        self._ready: queue.Queue[R | BaseException | None] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._results = deque(self._pool.submit(self._next) for _ in range(depth))
 
-    def _work(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(self._make(item)):
-                    return
-            self._put(None)
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is taken
-            self._put(error)
-
-    def _put(self, result: R | BaseException | None) -> bool:
-        """Waits for room; False when nobody wants results any more."""
-        while not self._closed.is_set():
-            try:
-                self._ready.put(result, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False
+    def _next(self) -> R | None:
+        """The single thread runs these one after the other, so the items keep their order."""
+        for item in self._items:
+            return self._make(item)
+        return None
 
     def take(self) -> R | None:
         """The next result; None after the last.
@@ -94,12 +76,9 @@ class Ahead(Generic[T, R]):
         Raises:
             whatever ``make`` raised for it.
         """
-        result = self._ready.get()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        self._results.append(self._pool.submit(self._next))
+        return self._results.popleft().result()
 
     def close(self) -> None:
         """Ends the thread."""
-        self._closed.set()
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)

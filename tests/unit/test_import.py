@@ -40,7 +40,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("target"))
 
 
-def same(first: Path, second: Path) -> None:
+def assert_same(first: Path, second: Path) -> None:
     """Asserts that two heads are one to the last bit."""
     mine, theirs = load_head(first), load_head(second)
     assert mine.config == theirs.config
@@ -60,7 +60,7 @@ def test_what_was_exported_comes_back_to_the_last_bit(name: str, target: Path, t
     assert len(exports) > 1
     for export in exports:
         brought = import_head(str(export.folder), tmp_path / "in" / export.format, target=str(target))
-        same(head, brought.folder)
+        assert_same(head, brought.folder)
         again = export_head(
             Source(brought.folder), ExportConfig(format=[export.format], output=str(tmp_path / "again" / export.format))
         )
@@ -113,7 +113,7 @@ def test_the_layout_of_the_eagle_code(target: Path, tmp_path: Path) -> None:
         "the depth of drafts is 4, the checkpoint does not say it",
     ]
     assert brought.warnings == []
-    same(head, brought.folder)
+    assert_same(head, brought.folder)
     assert brought_in(folder, target, num_draft_tokens=2).head.config.num_draft_tokens == 2
 
 
@@ -220,10 +220,10 @@ def test_the_three_layouts_of_medusa(target: Path, tmp_path: Path) -> None:
     for change in (lambda name: name, lambda name: f"medusa_heads.{name}", to_vllm):
         folder = foreign(tmp_path / str(id(change)) / "out", head, "medusa")
         edit_tensors(folder, rename(change))
-        same(head, brought_in(folder, target).folder)
+        assert_same(head, brought_in(folder, target).folder)
         as_pickle(folder, "medusa_lm_head.pt")
         edit_config(folder, lambda c: c.update(base_model_name_or_path=str(target)))
-        same(head, brought_in(folder, None).folder)
+        assert_same(head, brought_in(folder, None).folder)
     shared = foreign(tmp_path / "shared" / "out", saved_head(tmp_path / "other", target, "medusa"), "medusa")
     edit_tensors(shared, lambda t: [t.pop(f"{i}.1.weight") for i in range(3)])
     assert brought_in(shared, target).head.config.shared_lm_head
@@ -410,4 +410,4 @@ def test_an_imported_head_is_saved_and_loaded_as_any_other(target: Path, tmp_pat
     folder = foreign(tmp_path / "out", saved_head(tmp_path / "head", target, "eagle3"), "eagle3")
     brought = brought_in(folder, target)
     save_head(load_head(brought.folder), tmp_path / "copy")
-    same(brought.folder, tmp_path / "copy")
+    assert_same(brought.folder, tmp_path / "copy")

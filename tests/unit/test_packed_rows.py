@@ -48,7 +48,7 @@ def trained(
     return result
 
 
-def compare(head: DraftHead, chosen: HFTarget, loss: dict[str, Any]) -> None:
+def assert_packed_trains_the_same(head: DraftHead, chosen: HFTarget, loss: dict[str, Any]) -> None:
     teacher = Teacher(
         chosen.unembedding,
         head.draft_unembedding(chosen.unembedding),
@@ -75,7 +75,7 @@ def test_every_head_trains_the_same(kind: str, normalize: str) -> None:
     for parameter in head.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
-    compare(head, target(), {"normalize": normalize, "terms": {"soft_ce": 1.0, "hard_ce": 0.5}})
+    assert_packed_trains_the_same(head, target(), {"normalize": normalize, "terms": {"soft_ce": 1.0, "hard_ce": 0.5}})
 
 
 @pytest.mark.parametrize("attention", [None, "eager"])
@@ -108,7 +108,7 @@ def test_losses_of_other_families(family: str) -> None:
     torch.manual_seed(0)
     head = head_config("eagle3", {"num_draft_tokens": 3}).build(chosen.spec)
     head.init_from_target(chosen.embed, chosen.unembedding)
-    compare(head.train(), chosen, {})
+    assert_packed_trains_the_same(head.train(), chosen, {})
 
 
 def test_features_are_remembered_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
