@@ -29,7 +29,7 @@ def run(cfg: EvalRun) -> None:
     Raises:
         ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
     """
-    from specdraft.cli.evaluate import target_of_head
+    from specdraft.cli.trained import target_of_head
     from specdraft.decode.methods import make_proposer
     from specdraft.eval.acceptance import SCHEMA, evaluate
     from specdraft.eval.prompts import load_sets

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdraft.config.schema import FROM_HEAD, EvalRun
+from specdraft.cli.trained import load_trained
+from specdraft.config.schema import EvalRun
 from specdraft.core.errors import ConfigError
 from specdraft.targets._config import TargetConfig
 
@@ -23,20 +24,11 @@ def run(cfg: EvalRun) -> None:
         ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
     """
     from specdraft.data.sources import file_sha256
-    from specdraft.decode.proposers import head_dtype
     from specdraft.eval.acceptance import evaluate_head
     from specdraft.eval.prompts import load_sets
     from specdraft.eval.report import print_results, report_console, write_results
     from specdraft.eval.tuned import machine, with_tuned_shape
-    from specdraft.heads.storage import (
-        WEIGHTS_NAME,
-        check_head_matches,
-        load_head,
-        read_adapter,
-        read_head_config,
-        resolve_head,
-    )
-    from specdraft.targets.hf import load_target
+    from specdraft.heads.storage import WEIGHTS_NAME, resolve_head
 
     if cfg.compares:
         from specdraft.cli import eval_several
@@ -50,11 +42,8 @@ def run(cfg: EvalRun) -> None:
     folder = resolve_head(cfg.head.path, cfg.head.revision)
     output = results_path(cfg, folder)
     prompt_sets = load_sets(cfg.eval.prompts, cfg.eval.limit, cfg.eval.seed)
-    measured = target_of_head(replace(cfg.target, dtype=cfg.eval.dtype or cfg.target.dtype), read_head_config(folder))
-    adapter = read_adapter(folder)
-    target = load_target(measured, adapter)
-    head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target))
-    check_head_matches(head, target.spec)
+    trained = load_trained(folder, replace(cfg.target, dtype=cfg.eval.dtype or cfg.target.dtype), cfg.decode)
+    target, head = trained.target, trained.head
     console = report_console()
     tuned = with_tuned_shape(
         folder,
@@ -76,8 +65,8 @@ def run(cfg: EvalRun) -> None:
         head_sha256=file_sha256(folder / WEIGHTS_NAME),
         console=console,
     )
-    if adapter is not None:
-        results["drift"] = _drift(cfg, measured, target, prompt_sets)
+    if trained.adapted:
+        results["drift"] = _drift(cfg, trained.config, target, prompt_sets)
     write_results(results, output)
     print_results(results, console)
     console.print(f"results: {output}", markup=False)
@@ -116,17 +105,6 @@ def _run_method(cfg: EvalRun) -> None:
     write_results(results, output)
     print_results(results, console)
     console.print(f"results: {output}", markup=False)
-
-
-def target_of_head(target: TargetConfig, head_config: dict[str, Any]) -> TargetConfig:
-    """``target`` with ``from_head`` replaced by the model the head was trained for.
-
-    ``head_config``: the head's config.json. A revision the user gives wins over the recorded one.
-    """
-    if target.name != FROM_HEAD:
-        return target
-    recorded = head_config["target"]
-    return replace(target, name=recorded["name"], revision=target.revision or recorded["revision"])
 
 
 def results_path(cfg: EvalRun, folder: Path | None) -> Path:

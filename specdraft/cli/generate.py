@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specdraft.cli.trained import load_trained
 from specdraft.config.schema import GenerateRun
 
 if TYPE_CHECKING:
@@ -46,19 +47,12 @@ def run(cfg: GenerateRun) -> None:
 
 def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
     """The target and a decoder with the head, or a plain one without or where that was found to be the fastest."""
-    from specdraft.cli.evaluate import target_of_head
     from specdraft.decode.engine import SpeculativeDecoder
     from specdraft.decode.methods import make_proposer
-    from specdraft.decode.proposers import HeadProposer, draft_tree, head_dtype
+    from specdraft.decode.proposers import HeadProposer, draft_tree
     from specdraft.eval.drift import LOSSY_TARGET
     from specdraft.eval.tuned import machine, with_tuned_shape
-    from specdraft.heads.storage import (
-        check_head_matches,
-        load_head,
-        read_adapter,
-        read_head_config,
-        resolve_head,
-    )
+    from specdraft.heads.storage import resolve_head
     from specdraft.targets.hf import load_target
 
     if cfg.head.path is None:
@@ -66,14 +60,12 @@ def load(cfg: GenerateRun) -> tuple[HFTarget, SpeculativeDecoder]:
         proposer = make_proposer(cfg.proposer, target) if cfg.proposer.kind != "head" else None
         return target, SpeculativeDecoder(target, proposer, target.tokenizer)
     folder = resolve_head(cfg.head.path, cfg.head.revision)
-    adapter = read_adapter(folder)
-    target = load_target(target_of_head(cfg.target, read_head_config(folder)), adapter)
-    head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target)).requires_grad_(False)
-    check_head_matches(head, target.spec)
+    trained = load_trained(folder, cfg.target, cfg.decode)
+    target, head = trained.target, trained.head
     tuned = with_tuned_shape(
         folder, cfg.decode, machine(target.device, target.dtype, head.dtype), cfg.sampling.verifier == "block"
     )
-    if adapter is not None:
+    if trained.adapted:
         sys.stderr.write(f"{LOSSY_TARGET}\n")
     if tuned.note:
         sys.stderr.write(tuned.note + "\n")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdraft.cli.trained import load_trained
 from specdraft.config.schema import TuneRun
 from specdraft.core.errors import ConfigError, DataError
 
@@ -20,25 +21,15 @@ def run(cfg: TuneRun) -> None:
     Raises:
         ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
     """
-    from specdraft.cli.evaluate import target_of_head
     from specdraft.data.sources import file_sha256
     from specdraft.decode._config import DecodeConfig
-    from specdraft.decode.proposers import head_dtype
     from specdraft.eval.environment import environment
     from specdraft.eval.prompts import load_sets, prompts_hash
     from specdraft.eval.report import report_console, write_results
     from specdraft.eval.shapes import describe_json
     from specdraft.eval.tune import Tuner
     from specdraft.eval.tuned import SCHEMA, machine, with_known_batches
-    from specdraft.heads.storage import (
-        WEIGHTS_NAME,
-        check_head_matches,
-        load_head,
-        read_adapter,
-        read_head_config,
-        resolve_head,
-    )
-    from specdraft.targets.hf import load_target
+    from specdraft.heads.storage import WEIGHTS_NAME, resolve_head
 
     assert cfg.head.path is not None
     folder = resolve_head(cfg.head.path, cfg.head.revision)
@@ -47,11 +38,9 @@ def run(cfg: TuneRun) -> None:
         sets = load_sets(cfg.tune.prompts, cfg.tune.limit, cfg.tune.seed)
     except DataError as error:
         raise DataError(str(error).replace("eval.prompts:", "tune.prompts:", 1)) from error
-    tuned = replace(cfg.target, dtype=cfg.tune.dtype or cfg.target.dtype)
-    target = load_target(target_of_head(tuned, read_head_config(folder)), read_adapter(folder))
-    decode = DecodeConfig(head_dtype=cfg.tune.head_dtype)
-    head = load_head(folder, device=target.device, dtype=head_dtype(decode, target)).requires_grad_(False)
-    check_head_matches(head, target.spec)
+    chosen = replace(cfg.target, dtype=cfg.tune.dtype or cfg.target.dtype)
+    trained = load_trained(folder, chosen, DecodeConfig(head_dtype=cfg.tune.head_dtype))
+    target, head = trained.target, trained.head
     prompts = [prompt for rows in sets.values() for prompt in rows]
     console = report_console()
     tuner = Tuner(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
-from specdraft.core.types import Embed, FeatureRequest, Features, LayerWeights, TargetSpec, Unembedding
-from specdraft.heads._blocks import DraftLayer, RMSNorm, start_first_layer
+from specdraft.core.types import Features, TargetSpec, Unembedding
+from specdraft.heads._blocks import DraftLayer, RMSNorm
 from specdraft.heads._config import FusedLayersConfig, check_layer_init
+from specdraft.heads._fused import FusedFeaturesHead
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads.base import register_head
 
@@ -51,7 +52,7 @@ class Eagle3Config(FusedLayersConfig):
         return Eagle3Head(self, spec)
 
 
-class Eagle3Head(UnrolledHead):
+class Eagle3Head(FusedFeaturesHead, UnrolledHead):
     """g_t = W [low; mid; high], then Layer([norm(e(x_{t+1})); norm(g_t)]) with residual g_t, its output fed back as g.
 
     Logits are lm_head(norm(output)) over the draft vocabulary, with lm_head trained from the target's rows. No feature
@@ -74,22 +75,6 @@ class Eagle3Head(UnrolledHead):
         self.layer = DraftLayer(spec, config, 2 * size)
         self.norm = RMSNorm(size, spec.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or spec.vocab_size, bias=False)
-
-    def features(self) -> FeatureRequest:
-        """The fused layers."""
-        return FeatureRequest(self.aux_layers)
-
-    def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
-        """The lm_head starts as the target's rows of the draft vocabulary."""
-        self.lm_head.weight.data.copy_(self.draft_unembedding(unembed).weight)
-
-    def vocabulary_parameters(self) -> list[str]:
-        """The lm_head."""
-        return ["lm_head.weight"]
-
-    def init_layer(self, layer: LayerWeights | None) -> str | None:
-        """The target's last layer over the last fused layer: what is predicted first is the target's own next token."""
-        return start_first_layer(self.layer_init, self.layer, layer, self.fc, self.norm)
 
     def seed(self, features: Features) -> Tensor:
         """The fused features."""

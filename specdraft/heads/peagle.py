@@ -16,14 +16,13 @@ from specdraft.core.types import (
     DraftContext,
     DraftStep,
     Embed,
-    FeatureRequest,
     Features,
-    LayerWeights,
     TargetSpec,
     Unembedding,
 )
-from specdraft.heads._blocks import DraftLayer, RMSNorm, start_first_layer
+from specdraft.heads._blocks import DraftLayer, RMSNorm
 from specdraft.heads._config import FusedLayersConfig, check_layer_init
+from specdraft.heads._fused import FusedFeaturesHead
 from specdraft.heads._parallel import BlockAttention, BlockState, NormedLayer, ParallelHead
 from specdraft.heads._unroll import AnchorLayout
 from specdraft.heads.base import register_head
@@ -67,7 +66,7 @@ class PEagleConfig(FusedLayersConfig):
         return PEagleHead(self, spec)
 
 
-class PEagleHead(ParallelHead):
+class PEagleHead(FusedFeaturesHead, ParallelHead):
     """Slot 0 at t is EAGLE-3's row [e(x_{t+1}); g_t] with g = W [low; mid; high]; slots 1..K-1 are [m; W M] at t + 1, ...
 
     The vectors m (in the place of the embedding) and M (of the fused features) are learned and the same for every slot.
@@ -94,22 +93,6 @@ class PEagleHead(ParallelHead):
         self.lm_head = nn.Linear(size, config.draft_vocab_size or spec.vocab_size, bias=False)
         self.mask_embedding = nn.Parameter(torch.randn(size) * 0.02)
         self.mask_hidden = nn.Parameter(torch.randn(count * size) * 0.02)
-
-    def features(self) -> FeatureRequest:
-        """The fused layers."""
-        return FeatureRequest(self.aux_layers)
-
-    def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
-        """The lm_head starts as the target's rows of the draft vocabulary."""
-        self.lm_head.weight.data.copy_(self.draft_unembedding(unembed).weight)
-
-    def vocabulary_parameters(self) -> list[str]:
-        """The lm_head."""
-        return ["lm_head.weight"]
-
-    def init_layer(self, layer: LayerWeights | None) -> str | None:
-        """The target's last layer over the last fused layer: what slot 0 predicts first is the target's own next token."""
-        return start_first_layer(self.layer_init, self.layer, layer, self.fc, self.norm)
 
     def _rows(self, features: Features, following: Tensor, embed: Embed, masks: int) -> tuple[Tensor, Tensor]:
         """Input and residual of the first layer: rows of the text ``[M, .]``, then ``masks`` equal rows of slots.
