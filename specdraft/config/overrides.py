@@ -18,6 +18,8 @@ from specdraft.heads._config import HeadConfig
 
 FREE_TEXT = ("prompt",)
 """Keys whose value is taken as typed: commas, quotes, braces and all."""
+OPEN_DICTIONARIES = ("export.engines",)
+"""Dictionaries that are empty by default: what is given for one is all of it. Hydra would take known names only."""
 
 
 @cache
@@ -136,7 +138,7 @@ def _prepare(command: str, word: str) -> str:
         if key == "experiment":
             return word
         raise no_such_option(key, value or "''", options_of(key))
-    return word
+    return _opened(key, word) if not sign else word
 
 
 def _check_key(command: str, key: str, value: str) -> None:
@@ -155,7 +157,12 @@ def _spell_out(key: str, value: str) -> str:
     """A shorthand's long form; the one that takes a list accepts a single name, too."""
     if key in ("eval.prompts", "tune.prompts", "export.format") and not value.startswith("["):
         value = f"[{value}]"
-    return f"{key}={value}"
+    return _opened(key, f"{key}={value}")
+
+
+def _opened(key: str, word: str) -> str:
+    """The word so that Hydra adds the names of an open dictionary."""
+    return f"++{word}" if key in OPEN_DICTIONARIES else word
 
 
 def escape_interpolation(text: str) -> str:

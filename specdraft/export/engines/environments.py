@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ def run_process(engine: str, command: Sequence[str], threads: int) -> None:
     """Runs ``command`` in an engine's environment, without what is imported or configured for ours.
 
     Raises:
-        ExportError: it failed, or took half an hour; with the last line that it wrote.
+        ExportError: it failed, or took half an hour; with its last error, or the last line that it wrote.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     env = {**kept, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -72,7 +73,9 @@ def run_process(engine: str, command: Sequence[str], threads: int) -> None:
         raise ExportError(f"export.verify: {TITLES[engine]} could not be run, got {error}; use verify=files") from error
     if done.returncode != 0:
         lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
-        last = lines[-1] if lines else "nothing written"
+        # An engine may say good-bye behind the error that ended it.
+        errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception): ", line)]
+        last = (errors or lines or ["nothing written"])[-1]
         raise ExportError(
             f"export.verify: {TITLES[engine]} failed (exit code {done.returncode}), got {last[:300]}; use verify=files, "
             f"or see whether {command[0]} can import it"

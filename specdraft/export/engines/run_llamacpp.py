@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,27 @@ def server(job: dict[str, Any], drafts: bool) -> Any:
 
 def generate(engine: Any, prompt: list[int], new: int) -> dict[str, Any]:
     """One greedy text with the server's own counts."""
-    begin = time.perf_counter()
-    answer = engine.handle_completions(
-        {
-            "prompt": prompt,
-            "n_predict": new,
-            "temperature": 0.0,
-            "top_k": 1,
-            "return_tokens": True,
-            "cache_prompt": False,
-        }
+    request = {
+        "prompt": prompt,
+        "n_predict": new,
+        "temperature": 0.0,
+        "top_k": 1,
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+    # The server's own route: the one of OpenAI's form, which the bindings call, gives no tokens back.
+    call = urllib.request.Request(
+        f"{engine.listening_address}/completion",
+        json.dumps(request).encode(),
+        {"Content-Type": "application/json"},
     )
+    begin = time.perf_counter()
+    with urllib.request.urlopen(call) as reply:
+        answer = json.load(reply)
     seconds = time.perf_counter() - begin
-    answer = answer if isinstance(answer, dict) else json.loads(answer)
-    answer = answer[0] if isinstance(answer, list) else answer
-    tokens = answer.get("__verbose", {}).get("tokens") or answer.get("tokens")
-    if tokens is None:
-        raise SystemExit(f"llama.cpp answered: {json.dumps(answer)[:300]}")
+    tokens = answer.get("tokens")
+    if not tokens:
+        raise SystemExit(f"error: llama.cpp gave no tokens but {json.dumps(answer)[:300]}")
     timings = answer.get("timings", {})
     return {
         "tokens": tokens,
