@@ -160,6 +160,13 @@ def test_shorthands(started: Started) -> None:
     assert (brought.source, brought.target.name, brought.output) == ("user/repo", "here", "there")
 
 
+@pytest.mark.parametrize("key", ["engines", "export.engines"])
+def test_a_dictionary_that_is_empty_by_default(key: str, started: Started) -> None:
+    assert main(["export", "head=x", f"{key}={{vllm: /a/python, llamacpp: /b/python}}"]) == 0
+    ((_, run),) = started
+    assert run.export.engines == {"vllm": "/a/python", "llamacpp": "/b/python"}
+
+
 @pytest.mark.parametrize(
     "text",
     [
