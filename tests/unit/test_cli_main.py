@@ -162,7 +162,8 @@ def test_shorthands(started: Started) -> None:
 
 @pytest.mark.parametrize("key", ["engines", "export.engines"])
 def test_a_dictionary_that_is_empty_by_default(key: str, started: Started) -> None:
-    assert main(["export", "head=x", f"{key}={{vllm: /a/python, llamacpp: /b/python}}"]) == 0
+    word = f"{key}={{vllm: /a/python, llamacpp: /b/python}}"
+    assert main(["export", "head=x", "format=eagle3", "verify=engine", word]) == 0
     ((_, run),) = started
     assert run.export.engines == {"vllm": "/a/python", "llamacpp": "/b/python"}
 
