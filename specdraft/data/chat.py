@@ -19,6 +19,7 @@ from specdraft.data.formats import Message
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SENTINEL = "specdraftanswer"
+_EXACTLY = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 
 class TemplateRefusedError(DataError):
@@ -148,7 +149,27 @@ class ChatRenderer:
             TemplateRefusedError: the template raised an error for these messages.
             DataError: the template begins with two BOS tokens.
         """
-        return self._prompt(self._with_system(messages))[1]
+        return self._prompt(self.with_system(messages))[1]
+
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        """The rendered text that ``prompt_ids`` are the tokens of."""
+        return self._prompt(self.with_system(messages))[0]
+
+    def as_sent(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+        """The messages as a server with a chat template of its own takes them, system message included."""
+        return typed_messages(self.with_system(messages))
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What is passed to the template besides the messages."""
+        return dict(self._kwargs)
+
+    def continuation_ids(self, prompt_ids: Sequence[int], text: str) -> list[int] | None:
+        """Ids of ``text`` written after a prompt; None where they do not decode to it again."""
+        ids = self._encode_after(text)
+        before = self.tokenizer.decode(list(prompt_ids), **_EXACTLY)
+        after = self.tokenizer.decode([*prompt_ids, *ids], **_EXACTLY)
+        return ids if after == before + text else None
 
     def turns(self, messages: Sequence[Message]) -> list[Turn]:
         """The written answers of a conversation, each after the prompt as it is rendered at that time.
@@ -162,7 +183,7 @@ class ChatRenderer:
         Raises:
             TemplateRefusedError: the template raised an error for this conversation.
         """
-        messages = self._with_system(messages)
+        messages = self.with_system(messages)
         turns = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -187,7 +208,8 @@ class ChatRenderer:
             raise DataError("data.sources: the conversation has no answer to train on; set data.regenerate=true")
         return rows[-1]
 
-    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+    def with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, after the system message of the settings where they bring none."""
         if self.system is None or any(message["role"] == "system" for message in messages):
             return list(messages)
         return [{"role": "system", "content": self.system}, *messages]
@@ -195,7 +217,7 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                _typed(messages), tokenize=False, add_generation_prompt=prompt, **self._kwargs
+                typed_messages(messages), tokenize=False, add_generation_prompt=prompt, **self._kwargs
             )
         except jinja2.TemplateError as error:
             raise TemplateRefusedError(
@@ -262,7 +284,7 @@ class ChatRenderer:
     def _marked(self, messages: list[Message], ids: list[int]) -> list[bool]:
         """Which of ``ids`` the template's generation tags mark; none where the two tokenisations differ."""
         tagged: Any = self.tokenizer.apply_chat_template(
-            _typed(messages),
+            typed_messages(messages),
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -283,7 +305,7 @@ class ChatRenderer:
         return _common_prefix(self._encode(prompt + added), ids) if added.strip() else 0
 
 
-def _typed(messages: Sequence[Message]) -> list[dict[str, str]]:
+def typed_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """The messages as the tokenizer takes them: with all texts written."""
     return [{key: value or "" for key, value in message.items()} for message in messages]
 

@@ -35,6 +35,21 @@ _TOOL_ROLES = {
 }
 
 
+_MEDIA_COLUMNS = {"image": "images", "images": "images", "audio": "audio", "audios": "audio", "videos": "video"}
+_MEDIA = {
+    "image": "images",
+    "image_url": "images",
+    "input_image": "images",
+    "audio": "audio",
+    "input_audio": "audio",
+    "video": "video",
+    "video_url": "video",
+}
+"""Kind of a part of a content -> the reason under which its row is counted."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Where chat servers put what a target thought before its answer."""
+
+
 class NotAConversationError(ValueError):
     """The row has no known column, or one of the wrong type: the file is not what the user thinks it is."""
 
@@ -49,7 +64,8 @@ def parse_row(row: object) -> list[Message]:
     Known: OpenAI ``messages`` (text or text parts), ShareGPT ``conversations``, FastChat ``turns`` (user
     turns only), Alpaca ``instruction``/``input``/``output``, and ``prompt`` (text or messages) with or
     without ``completion``. A column ``system`` counts where the messages bring no system message. Answers
-    that a row lacks have content None.
+    that a row lacks have content None. Thinking that stands beside an answer (``reasoning_content``) is put before it,
+    between <think> and </think>, where the templates of thinking targets look for it.
 
     Raises:
         NotAConversationError: no known column, or one of the wrong type.
@@ -65,8 +81,11 @@ def parse_row(row: object) -> list[Message]:
     name = next((name for name in present if row[name] is not None), None)
     if name is None:
         raise UnusableRowError("empty")
-    if row.get("tools"):
+    if row.get("tools") or row.get("functions"):
         raise UnusableRowError("tool calls")
+    for column, what in _MEDIA_COLUMNS.items():
+        if row.get(column):
+            raise UnusableRowError(what)
     messages = _READERS[name](row)
     system = row.get("system")
     if isinstance(system, str) and system.strip() and not any(m["role"] == "system" for m in messages):
@@ -79,8 +98,11 @@ def _normal_form(messages: list[Message]) -> list[Message]:
     if not messages:
         raise UnusableRowError("empty")
     for message in messages:
-        if message["role"] != "assistant" and not (message["content"] or "").strip():
+        content = message["content"] or ""
+        if message["role"] != "assistant" and not content.strip():
             raise UnusableRowError("a message without text")
+        if not _is_unicode(content):
+            raise UnusableRowError("text that is not Unicode")
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     roles = [message["role"] for message in turns]
     if "user" not in roles:
@@ -95,6 +117,14 @@ def _normal_form(messages: list[Message]) -> list[Message]:
     if roles[-1] == "user":
         messages = [*messages, {"role": "assistant", "content": None}]
     return messages
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with half of a surrogate pair, which no tokenizer takes."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _messages_of(value: object, column: str) -> list[Message]:
@@ -119,6 +149,9 @@ def _message_of(item: object, column: str) -> Message:
     known = _ROLES[role.lower()]
     if known == "assistant" and not text.strip():
         raise UnusableRowError("an empty answer")
+    thought = next((item[name] for name in _REASONING if isinstance(item.get(name), str) and item[name].strip()), None)
+    if known == "assistant" and thought is not None and "</think>" not in text:
+        text = f"<think>\n{thought.strip()}\n</think>\n\n{text.lstrip()}"
     return {"role": known, "content": text}
 
 
@@ -137,7 +170,8 @@ def _text_of(content: object, column: str) -> str:
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
             texts.append(part["text"])
         else:
-            raise UnusableRowError("content other than text")
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            raise UnusableRowError(_MEDIA.get(str(kind), "content other than text"))
     return "".join(texts)
 
 

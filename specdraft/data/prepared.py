@@ -1,4 +1,4 @@
-"""A prepared data set on disk: token ids, loss masks and the manifest that says what they were made of."""
+"""A prepared data set on disk: token ids and loss masks in Arrow shards, and the manifest that says what they were made of."""
 
 from __future__ import annotations
 
@@ -6,57 +6,103 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdraft.core.errors import DataError
 from specdraft.data.chat import ChatRenderer, TokenRow, tokenizer_hash
+from specdraft.data.shards import TokenShard, replacing, sync_folder, tokens_batch, write_batch
 from specdraft.data.sources import file_sha256
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_NAME = "manifest.json"
-TOKENS_NAME = "tokens.safetensors"
+RELEASE_READS = 1024
+"""Rows read one by one after which the memory of their pages is given back."""
 
 
 @dataclass(frozen=True)
-class PreparedData:
-    """R rows of N tokens in all.
+class TokenBlock:
+    """Rows that follow each other. input_ids: ``[N]`` int32. loss_mask: ``[N]`` bool, True = supervised.
 
-    input_ids: ``[N]`` int32, the rows one after the other. loss_mask: ``[N]`` bool, True = supervised.
-    offsets: ``[R+1]`` int64, row i is ``offsets[i]:offsets[i+1]``. manifest: see ``prepare.prepare``.
+    offsets: ``[R+1]`` int64, row ``first_row + i`` is ``offsets[i]:offsets[i+1]``.
     """
 
-    folder: Path
-    manifest: dict[str, Any]
+    first_row: int
     input_ids: Tensor
     loss_mask: Tensor
     offsets: Tensor
 
+
+class PreparedData(Sequence[TokenRow]):
+    """R rows in shards that stay on the disk; several processes that open the same folder share what is in memory of it.
+
+    manifest: see ``prepare.prepare``.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], shards: Sequence[TokenShard]) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._shards = list(shards)
+        self._ends = np.cumsum([len(shard) for shard in self._shards]).tolist()
+        self._reads = 0
+
     def __len__(self) -> int:
-        return self.offsets.numel() - 1
+        return int(self._ends[-1]) if self._ends else 0
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of every row."""
-        lengths: list[int] = self.offsets.diff().tolist()
+    def lengths(self) -> array[int]:
+        """Tokens of every row, 8 bytes each."""
+        lengths = array("q")
+        for shard in self._shards:
+            lengths.frombytes(np.diff(shard.offsets).tobytes())
         return lengths
+
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenRow]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenRow | list[TokenRow]:
+        return self.rows(range(*index.indices(len(self)))) if isinstance(index, slice) else self.row(index)
 
     def row(self, index: int) -> TokenRow:
         """One row."""
-        start, end = self.offsets[index : index + 2].tolist()
-        return TokenRow(self.input_ids[start:end].tolist(), self.loss_mask[start:end].tolist())
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        number = bisect_right(self._ends, index)
+        row = self._shards[number].row(index - (self._ends[number - 1] if number else 0))
+        self._reads += 1
+        if self._reads % RELEASE_READS == 0:
+            self._release()
+        return row
 
     def rows(self, indices: Sequence[int]) -> list[TokenRow]:
         """Several rows, in the order of ``indices``."""
         return [self.row(index) for index in indices]
+
+    def blocks(self) -> Iterator[TokenBlock]:
+        """All rows, shard by shard; one of them is in memory."""
+        first = 0
+        for shard in self._shards:
+            mask = shard.mask(0, len(shard.ids))
+            tensors = (torch.from_numpy(np.array(values)) for values in (shard.ids, mask, shard.offsets))
+            yield TokenBlock(first, *tensors)
+            first += len(shard)
+            shard.release()
+
+    def _release(self) -> None:
+        for shard in self._shards:
+            shard.release()
 
 
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
@@ -65,13 +111,16 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
     Raises:
         DataError: a token lies outside the target's vocabulary, so the data was prepared for another target.
     """
-    highest = int(data.input_ids.max())
-    if highest >= vocab_size:
-        raise DataError(
-            f"data.cache_dir: the rows hold token {highest} and the target has {vocab_size}, got "
-            f"{data.folder}; prepare the data for this target"
-        )
-    return torch.bincount(data.input_ids[data.loss_mask].long(), minlength=vocab_size)
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for block in data.blocks():
+        highest = int(block.input_ids.max()) if block.input_ids.numel() else 0
+        if highest >= vocab_size:
+            raise DataError(
+                f"data.cache_dir: the rows hold token {highest} and the target has {vocab_size}, got "
+                f"{data.folder}; prepare the data for this target"
+            )
+        counts += torch.bincount(block.input_ids[block.loss_mask].long(), minlength=vocab_size)
+    return counts
 
 
 def held_out_counts(data: PreparedData, vocab_size: int, every: int = 10) -> tuple[Tensor, Tensor] | None:
@@ -81,74 +130,103 @@ def held_out_counts(data: PreparedData, vocab_size: int, every: int = 10) -> tup
     """
     if len(data) < every:
         return None
-    row = torch.repeat_interleave(torch.arange(len(data)), data.offsets.diff())
-    left_out = row % every == 0
-    ids = data.input_ids.long()
-    parts = (ids[data.loss_mask & ~left_out], ids[data.loss_mask & left_out])
-    kept, held = (torch.bincount(part, minlength=vocab_size) for part in parts)
+    kept, held = (torch.zeros(vocab_size, dtype=torch.int64) for _ in range(2))
+    for block in data.blocks():
+        rows = torch.arange(block.first_row, block.first_row + block.offsets.numel() - 1)
+        left_out = torch.repeat_interleave(rows % every == 0, block.offsets.diff())
+        for counts, mask in ((kept, block.loss_mask & ~left_out), (held, block.loss_mask & left_out)):
+            counts += torch.bincount(block.input_ids[mask].long(), minlength=vocab_size)
     return kept, held
 
 
-def save_prepared(folder: Path, rows: Sequence[TokenRow], manifest: dict[str, Any]) -> PreparedData:
-    """Writes rows and manifest to ``folder``, which appears whole or not at all.
+def shard_name(number: int) -> str:
+    """The file of a shard in its folder."""
+    return f"rows-{number:05d}.arrow"
+
+
+def save_prepared(folder: Path, rows: Sequence[TokenRow], manifest: Mapping[str, Any]) -> PreparedData:
+    """Writes rows that are in memory, as one shard, and the manifest to ``folder``, which appears whole or not at all.
 
     Raises:
         DataError: they cannot be written (disk full, no permission).
     """
-    tensors = {
-        "input_ids": torch.tensor([token for row in rows for token in row.input_ids], dtype=torch.int32),
-        "loss_mask": torch.tensor([on for row in rows for on in row.loss_mask], dtype=torch.bool),
-        "offsets": torch.tensor([0, *(len(row.input_ids) for row in rows)]).cumsum(0),
-    }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
-            save_file(tensors, temporary / TOKENS_NAME)
-            manifest = {**manifest, "format": FORMAT, "tokens_sha256": file_sha256(temporary / TOKENS_NAME)}
-            (temporary / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-            for path in temporary.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            temporary.chmod(0o755)
-            if not (folder / MANIFEST_NAME).exists():  # else another run prepared the same data meanwhile
-                temporary.rename(folder)
+            write_batch(temporary / shard_name(0), tokens_batch(rows), {"rows": len(rows)})
+            publish(temporary, folder, 1, manifest)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"data.cache_dir: the prepared data cannot be saved, got {folder} ({error}); free space or "
-            "choose another folder"
-        ) from error
+    except OSError as error:
+        raise not_saved(folder, error) from error
     return load_prepared(folder)
 
 
-def load_prepared(folder: Path, renderer: ChatRenderer | None = None) -> PreparedData:
-    """A prepared data set; with ``renderer``, only if the same tokenizer and chat template made it.
+def publish(work: Path, folder: Path, num_shards: int, manifest: Mapping[str, Any]) -> None:
+    """Adds the manifest to the shards in ``work``, which then becomes ``folder``, unless that was published meanwhile.
 
     Raises:
-        DataError: a file is missing, torn or altered, or another tokenizer or template made the rows.
+        OSError: the files cannot be written or moved.
+    """
+    names = [shard_name(number) for number in range(num_shards)]
+    checksums = {name: file_sha256(work / name) for name in names}
+    with replacing(work / MANIFEST_NAME) as file:
+        file.write(json.dumps({**manifest, "format": FORMAT, "shards": checksums}, indent=2).encode() + b"\n")
+    work.chmod(0o755)
+    sync_folder(work)
+    if not (folder / MANIFEST_NAME).exists():
+        work.rename(folder)
+        sync_folder(folder.parent)
+
+
+def not_saved(folder: Path, error: OSError) -> DataError:
+    """The error of a full disk or a folder without permission."""
+    return DataError(
+        f"data.cache_dir: the prepared data cannot be saved, got {folder} ({error}); free space or choose another folder, "
+        "and run again: what was done is kept"
+    )
+
+
+def load_prepared(
+    folder: Path, renderer: ChatRenderer | None = None, identity: Mapping[str, Any] | None = None
+) -> PreparedData:
+    """A prepared data set; with ``renderer``, only if the same tokenizer and chat template made it.
+
+    ``identity``: what the manifest must say that the rows were made of.
+
+    Raises:
+        DataError: a file is missing, torn or altered, or other things made the rows.
     """
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text())
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not manifest.get("identity"):
             raise DataError(
-                f"data.cache_dir: not prepared data of format {FORMAT}, got {folder}; prepare the data again"
+                f"data.cache_dir: not prepared data of format {FORMAT}, got {folder}; remove the folder and prepare the "
+                "data again"
             )
-        if file_sha256(folder / TOKENS_NAME) != manifest["tokens_sha256"]:
-            raise DataError(
-                f"data.cache_dir: {TOKENS_NAME} is not what was saved (checksum differs), got {folder}; "
-                "remove the folder and prepare the data again"
-            )
-        tensors = load_file(folder / TOKENS_NAME)
-    except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as error:
+        made_of = manifest["identity"]
+        for name, checksum in manifest["shards"].items():
+            if os.sep in name or file_sha256(folder / name) != checksum:
+                raise DataError(
+                    f"data.cache_dir: {name} is not what was saved (checksum differs), got {folder}; "
+                    "remove the folder and prepare the data again"
+                )
+        shards = [TokenShard(folder / name) for name in manifest["shards"]]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError) as error:
         raise DataError(
             f"data.cache_dir: the prepared data cannot be read, got {folder} ({error}); remove the folder "
             "and prepare the data again"
         ) from error
+    if identity is not None and made_of != json.loads(json.dumps(identity)):
+        other = [key for key in {**made_of, **identity} if made_of.get(key) != identity.get(key)]
+        raise DataError(
+            f"data.cache_dir: the manifest is of another data set ({', '.join(other)} differ), got {folder}; remove the "
+            "folder and prepare the data again"
+        )
     if renderer is not None:
-        _check_renderer(folder, manifest["identity"], renderer)
-    return PreparedData(folder, manifest, tensors["input_ids"], tensors["loss_mask"], tensors["offsets"])
+        _check_renderer(folder, made_of, renderer)
+    return PreparedData(folder, manifest, shards)
 
 
 def _check_renderer(folder: Path, identity: dict[str, Any], renderer: ChatRenderer) -> None:

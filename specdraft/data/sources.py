@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import random
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from specdraft.core.errors import DataError
+from specdraft.data.files import find_files, first_line, read_rows
 from specdraft.data.formats import Message, NotAConversationError, UnusableRowError, parse_row
+from specdraft.data.mixture import draw
 
 BUILTIN_SPLITS = ("train", "dev", "heldout")
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+SHUFFLE_ROWS = 10_000
+"""Rows of a stream among which the next one is drawn."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -34,21 +37,190 @@ class Conversation:
         """The texts of the user's turns, in order."""
         return [message["content"] or "" for message in self.messages if message["role"] == "user"]
 
+    @property
+    def num_characters(self) -> int:
+        """Of all its texts."""
+        return sum(len(message["content"] or "") for message in self.messages)
+
 
 @dataclass
 class SourceReport:
-    """What became of one source: rows read, conversations kept, rows dropped by reason, the file."""
+    """What became of one source: its files or its commit on the Hub, rows read, conversations kept, rows dropped by reason.
+
+    sha256: of its file, or of the checksums of its files.
+    """
 
     source: str
     num_rows: int = 0
     num_conversations: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    num_files: int = 0
     size_bytes: int | None = None
     sha256: str | None = None
+    revision: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them (``dataclasses.asdict`` breaks counters)."""
         return {**vars(self), "dropped": dict(self.dropped.most_common())}
+
+
+class RowSource(ABC):
+    """One entry of ``data.sources``, whose rows can be read again and again, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    may_end_early = False
+    """Whether it is in an order in which its first rows are a fair part of it."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What its rows depend on, known before they are read."""
+
+    @abstractmethod
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """(place, row) of every row. ``place`` names it in messages."""
+
+    def report(self) -> SourceReport:
+        """A report without rows yet."""
+        return SourceReport(self.name)
+
+    def conversations(self, report: SourceReport) -> Iterator[Conversation]:
+        """The usable conversations; ``report`` counts them and the others.
+
+        Raises:
+            DataError: the source cannot be read, or a row is no conversation (its line is named).
+        """
+        for place, row in self.rows():
+            report.num_rows += 1
+            try:
+                messages = parse_row(row)
+            except UnusableRowError as error:
+                report.dropped[str(error)] += 1
+                continue
+            except NotAConversationError as error:
+                raise DataError(
+                    f"data.sources: {place} is no conversation, got {error}; mend or remove the row"
+                ) from error
+            report.num_conversations += 1
+            yield _conversation(row, messages, f"{self.name}:{report.num_rows}")
+
+
+class FileSource(RowSource):
+    """Local files, read in the order of their names."""
+
+    def __init__(self, name: str, files: list[Path]) -> None:
+        super().__init__(name)
+        self.files = files
+
+    @cached_property
+    def checksums(self) -> list[str]:
+        """Of the files. Names do not matter: a file that was moved holds the same rows."""
+        try:
+            return [file_sha256(path) for path in self.files]
+        except OSError as error:
+            raise DataError(f"data.sources: cannot be read, got {self.name} ({error}); check the file") from error
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The checksums."""
+        return {"sha256": self.checksums}
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """See RowSource."""
+        for path in self.files:
+            yield from read_rows(path)
+
+    def report(self) -> SourceReport:
+        """See RowSource."""
+        digest = self.checksums[0] if len(self.files) == 1 else _digest_of(self.checksums)
+        size = sum(path.stat().st_size for path in self.files)
+        return SourceReport(self.name, num_files=len(self.files), size_bytes=size, sha256=digest)
+
+
+class HubSource(RowSource):
+    """A split of a Hub data set, at one commit.
+
+    ``streaming``: rows are read while they are downloaded. ``shuffle_seed``: the order of a stream, which may then be left
+    before its end; None = as it is stored.
+    """
+
+    def __init__(self, name: str, *, streaming: bool = False, shuffle_seed: int | None = None) -> None:
+        super().__init__(name)
+        rest, _, split = name.partition("#")
+        rest, _, revision = rest.partition("@")
+        self.repo, _, config = rest.partition(":")
+        if not _HUB_ID.fullmatch(self.repo):
+            raise DataError(
+                f"data.sources: neither builtin, a file nor a Hub id, got {name}; use builtin, a path or owner/name#split"
+            )
+        self.config, self.split, self.asked_revision = config or None, split or "train", revision or None
+        self.streaming, self.shuffle_seed = streaming, shuffle_seed
+        self.may_end_early = streaming and shuffle_seed is not None
+
+    @cached_property
+    def _builder(self) -> Any:
+        """What ``datasets`` knows of the data set: its files at one commit, the newest known one unless another is asked."""
+        import datasets
+
+        with self._reported("cannot be loaded", "check the name, the split and the network"):
+            return datasets.load_dataset_builder(self.repo, self.config, revision=self.asked_revision)
+
+    @property
+    def revision(self) -> str:
+        """The commit."""
+        return str(self._builder.hash)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Repository, part and commit; how much of a stream is read depends on its order too."""
+        known = {"hub": self.repo, "config": self.config, "split": self.split, "revision": self.revision}
+        return known | ({"order": self.shuffle_seed} if self.streaming else {})
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """See RowSource."""
+        with self._reported("cannot be loaded", "check the name, the split and the network"):
+            if self.streaming:
+                rows = self._builder.as_streaming_dataset(split=self.split)
+                if self.shuffle_seed is not None:
+                    rows = rows.shuffle(seed=self.shuffle_seed, buffer_size=SHUFFLE_ROWS)
+            else:
+                self._builder.download_and_prepare()
+                rows = self._builder.as_dataset(split=self.split)
+        following = enumerate(rows, 1)
+        while True:
+            with self._reported("cannot be read to its end", "check the network and run again"):
+                number, row = next(following, (0, None))
+            if not number:
+                return
+            yield f"row {number} of {self.name}", row
+
+    def report(self) -> SourceReport:
+        """See RowSource."""
+        return SourceReport(self.name, revision=self.revision)
+
+    def _reported(self, what: str, remedy: str) -> _Reported:
+        return _Reported(f"data.sources: the Hub data set {what}, got {self.name}", remedy)
+
+
+class _Reported:
+    """A context in which what ``datasets`` raises becomes a DataError."""
+
+    def __init__(self, fault: str, remedy: str) -> None:
+        self.fault, self.remedy = fault, remedy
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        import datasets
+        from huggingface_hub.errors import HfHubHTTPError
+
+        if isinstance(error, (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError)):
+            raise DataError(f"{self.fault} ({first_line(error)}); {self.remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -64,11 +236,30 @@ class LoadedSources:
         return sum((report.dropped for report in self.reports), Counter())
 
 
-def load_conversations(sources: list[str], limit: int | None = None, seed: int = 0) -> LoadedSources:
-    """Reads every source; with ``limit``, keeps that many conversations, drawn by ``seed``, in their order.
+def open_source(name: str, *, streaming: bool = False, shuffle_seed: int | None = None) -> RowSource:
+    """The source that ``name`` means; nothing is read yet.
 
-    A source is ``builtin`` (``builtin#dev``, ``builtin#heldout`` for the other splits), a .jsonl, .json or .parquet file, or a
-    Hub id ``owner/name[:config][#split]``. The draw of a smaller limit is part of the draw of a larger one.
+    It is ``builtin`` (``builtin#dev``, ``builtin#heldout`` for the other splits), a .jsonl, .json or .parquet file, a folder
+    or a glob of such files, or a Hub id ``owner/name[:config][@revision][#split]``.
+
+    Raises:
+        DataError: there is no such file or split, or the name is none of these.
+    """
+    known, _, split = name.partition("#")
+    if known == "builtin":
+        if split not in ("", *BUILTIN_SPLITS):
+            raise DataError(f"data.sources: builtin has the splits {', '.join(BUILTIN_SPLITS)}, got {name}; use one")
+        return FileSource(name, [builtin_path(split or "train")])
+    files = find_files(name)
+    if files is not None:
+        return FileSource(name, files)
+    return HubSource(name, streaming=streaming, shuffle_seed=shuffle_seed)
+
+
+def load_conversations(sources: list[str], limit: int | None = None, seed: int = 0) -> LoadedSources:
+    """Every source in memory, for sets of prompts; with ``limit``, that many conversations drawn by ``seed``, in their order.
+
+    The draw of a smaller limit is part of the draw of a larger one.
 
     Raises:
         DataError: a file is missing or torn, a row is no conversation (its line is named), a Hub id cannot be
@@ -76,42 +267,23 @@ def load_conversations(sources: list[str], limit: int | None = None, seed: int =
     """
     conversations: list[Conversation] = []
     reports = []
-    for source in sources:
-        loaded, report = _load_source(source)
-        conversations += loaded
-        reports.append(report)
+    for name in sources:
+        source = open_source(name)
+        reports.append(source.report())
+        conversations += source.conversations(reports[-1])
     if not conversations:
-        why = ", ".join(f"{reason}: {n}" for report in reports for reason, n in report.dropped.most_common())
-        raise DataError(
-            f"data.sources: no usable conversation, got {', '.join(sources)} ({why or 'no rows'}); give other sources"
-        )
+        raise no_conversation(sources, reports)
     if limit is not None and limit < len(conversations):
-        order = list(range(len(conversations)))
-        random.Random(seed).shuffle(order)
-        conversations = [conversations[i] for i in sorted(order[:limit])]
+        conversations = [conversations[i] for i in draw(len(conversations), limit, seed)]
     return LoadedSources(conversations, reports)
 
 
-def _load_source(source: str) -> tuple[list[Conversation], SourceReport]:
-    """Every usable conversation of one source."""
-    report = SourceReport(source)
-    path = _local_path(source)
-    if path is not None:
-        report.size_bytes = path.stat().st_size
-        report.sha256 = file_sha256(path)
-    conversations = []
-    for place, row in _read_file(path, source) if path is not None else _read_hub(source):
-        report.num_rows += 1
-        try:
-            messages = parse_row(row)
-        except UnusableRowError as error:
-            report.dropped[str(error)] += 1
-            continue
-        except NotAConversationError as error:
-            raise DataError(f"data.sources: {place} is no conversation, got {error}; mend or remove the row") from error
-        report.num_conversations += 1
-        conversations.append(_conversation(row, messages, f"{source}:{report.num_rows}"))
-    return conversations, report
+def no_conversation(sources: list[str], reports: list[SourceReport]) -> DataError:
+    """The error that says why nothing is left."""
+    why = ", ".join(f"{reason}: {n}" for report in reports for reason, n in report.dropped.most_common())
+    return DataError(
+        f"data.sources: no usable conversation, got {', '.join(sources)} ({why or 'no rows'}); give other sources"
+    )
 
 
 def _conversation(row: dict[str, Any], messages: list[Message], default_id: str) -> Conversation:
@@ -134,119 +306,5 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _local_path(source: str) -> Path | None:
-    """The file that a source names, or None for a Hub id."""
-    name, _, split = source.partition("#")
-    if name == "builtin":
-        if split not in ("", *BUILTIN_SPLITS):
-            raise DataError(f"data.sources: builtin has the splits {', '.join(BUILTIN_SPLITS)}, got {source}; use one")
-        return builtin_path(split or "train")
-    path = Path(source).expanduser()
-    if path.is_dir():
-        raise DataError(f"data.sources: is a folder, got {source}; give one {', '.join(FILE_SUFFIXES)} file")
-    if path.is_file():
-        if path.suffix.lower() not in FILE_SUFFIXES:
-            raise DataError(f"data.sources: unknown kind of file, got {source}; use {', '.join(FILE_SUFFIXES)}")
-        return path
-    if path.suffix.lower() in FILE_SUFFIXES or source.startswith(("/", ".", "~")):
-        raise DataError(f"data.sources: no such file, got {source}; check the path")
-    return None
-
-
-def _read_file(path: Path, source: str) -> Iterator[tuple[str, Any]]:
-    """(place, row) of every row of a local file. ``place`` names the line or row in messages."""
-    suffix = path.suffix.lower()
-    try:
-        if suffix == ".parquet":
-            yield from _read_parquet(path, source)
-        elif suffix == ".json" and (rows := _json_rows(path)) is not None:
-            yield from ((f"row {i} of {source}", row) for i, row in enumerate(rows, 1))
-        else:
-            yield from _read_jsonl(path, source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.sources: cannot be read, got {source} ({error}); mend or replace the file") from error
-
-
-def _read_jsonl(path: Path, source: str) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"line {number} of {source}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                torn = "is cut off" if not line.endswith("\n") else "is not JSON"
-                raise DataError(
-                    f"data.sources: {place} {torn}, got {_shorten(line)!r} ({error.msg}); mend or remove the line"
-                ) from error
-            yield place, row
-
-
-def _json_rows(path: Path) -> list[Any] | None:
-    """The rows of a JSON array (or of an object's only array); None when the file has a JSON value a line."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        if text.lstrip().startswith("{"):
-            return None
-        raise DataError(
-            f"data.sources: line {error.lineno} of {path} is not JSON or is cut off, got {error.msg}; mend the file"
-        ) from error
-    if isinstance(value, dict):
-        arrays = [item for item in value.values() if isinstance(item, list)]
-        is_row = bool({"messages", "conversations", "turns", "instruction", "prompt"} & set(value))
-        if is_row or len(arrays) != 1:
-            return [value]
-        value = arrays[0]
-    if not isinstance(value, list):
-        raise DataError(f"data.sources: holds no rows, got a {type(value).__name__} in {path}; give a list of rows")
-    return value
-
-
-def _read_parquet(path: Path, source: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"row {number} of {source}", row
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"data.sources: not a whole Parquet file, got {source} ({_first_line(error)}); replace the file"
-        ) from error
-
-
-def _read_hub(source: str) -> Iterator[tuple[str, Any]]:
-    """(place, row) of a split of a Hub data set."""
-    name, _, split = source.partition("#")
-    name, _, config = name.partition(":")
-    if not _HUB_ID.fullmatch(name):
-        raise DataError(
-            f"data.sources: neither builtin, a file nor a Hub id, got {source}; use builtin, a path or owner/name#split"
-        )
-    import datasets
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        rows = datasets.load_dataset(name, config or None, split=split or "train")
-    except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(
-            f"data.sources: the Hub data set cannot be loaded, got {source} ({_first_line(error)}); check "
-            "the name, the split and the network"
-        ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"row {number} of {source}", row
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _shorten(text: str, size: int = 60) -> str:
-    text = text.strip()
-    return text if len(text) <= size else f"{text[: size - 1]}…"
+def _digest_of(checksums: list[str]) -> str:
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.core.errors import DataError
+from specdraft.data.files import FILE_SUFFIXES
 from specdraft.data.formats import NotAConversationError, UnusableRowError, parse_row
-from specdraft.data.sources import FILE_SUFFIXES, Conversation, load_conversations
+from specdraft.data.sources import Conversation, load_conversations
 
 logger = logging.getLogger(__name__)
 

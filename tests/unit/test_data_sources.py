@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdraft.core.errors import ConfigError, DataError
+from specdraft.data import files
 from specdraft.data._config import DataConfig
 from specdraft.data.formats import NotAConversationError, UnusableRowError, parse_row
-from specdraft.data.sources import builtin_path, file_sha256, load_conversations
+from specdraft.data.sources import builtin_path, file_sha256, load_conversations, open_source
 
 USER = {"role": "user", "content": "Q"}
 ANSWER = {"role": "assistant", "content": "A"}
@@ -36,6 +38,22 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, str | None]]]] = {
     "prompt": ({"prompt": "Q"}, [USER, OPEN]),
     "prompt_completion": ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
     "prompt_text_completion": ({"prompt": "Q", "completion": "A"}, [USER, ANSWER]),
+    "thinking": (
+        {
+            "messages": [USER, {"role": "assistant", "content": "A", "reasoning_content": "hm\n"}],
+            "images": [],
+            "tools": None,
+        },
+        [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nA"}],
+    ),
+    "thinking_in_place": (
+        {"messages": [USER, {"role": "assistant", "content": "<think>x</think>A", "reasoning": "x"}]},
+        [USER, {"role": "assistant", "content": "<think>x</think>A"}],
+    ),
+    "right_to_left": (
+        {"prompt": "שלום \u202eabc", "completion": "مرحبا 👩\u200d👧"},
+        [{"role": "user", "content": "שלום \u202eabc"}, {"role": "assistant", "content": "مرحبا 👩\u200d👧"}],
+    ),
     "other_columns_none": ({"messages": None, "prompt": "Q"}, [USER, OPEN]),
 }
 
@@ -48,7 +66,11 @@ UNUSABLE = {
     "a system message after the first": {"messages": [USER, SYSTEM, ANSWER]},
     "a message without text": {"prompt": "  "},
     "an empty answer": {"messages": [USER, {"role": "assistant", "content": ""}]},
-    "content other than text": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    "content other than text": {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
+    "images": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    "audio": {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+    "video": {"messages": [USER, ANSWER], "videos": ["a.mp4"]},
+    "text that is not Unicode": {"messages": [{"role": "user", "content": "half \ud83d"}, ANSWER]},
     "tool calls": {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
     "unknown role": {"messages": [{"role": "narrator", "content": "Once"}]},
 }
@@ -114,9 +136,11 @@ def test_a_truncated_file_names_its_last_line(tmp_path: Path) -> None:
     path.write_text('{"prompt": "Q"}\nnot json\n{"prompt": "Q"}\n')
     with pytest.raises(DataError, match=r"line 2 of .* is not JSON"):
         load_conversations([str(path)])
-    path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match="cannot be read"):
+    path.write_bytes(b'{"prompt": "Q"}\n{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=r"line 2 of .* is not UTF-8, got invalid start byte in byte 13"):
         load_conversations([str(path)])
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "Q"}\n')
+    assert len(load_conversations([str(path)]).conversations) == 1
 
 
 def test_json_files_hold_an_array_or_lines(tmp_path: Path) -> None:
@@ -159,7 +183,9 @@ def test_parquet_files(tmp_path: Path) -> None:
         ("./missing", "no such file"),
         ("bultin", "neither builtin, a file nor a Hub id, got bultin"),
         ("builtin#test", "splits train, dev, heldout, got builtin#test"),
-        (".", "is a folder"),
+        ("specdraft/data/builtin/*.nothing", "no file matches"),
+        ("pyproject.*", "unknown kind of file, got pyproject.toml for pyproject.*"),
+        ("specdraft/core", "the folder has no .jsonl, .json, .parquet file"),
         ("pyproject.toml", "unknown kind of file"),
     ],
 )
@@ -176,19 +202,132 @@ def test_an_unknown_hub_id_offline_is_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_id_with_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+class FakeBuilder:
+    """What ``datasets`` knows of a Hub data set with some rows, at one commit; the ``fails_at``-th row cannot be read."""
+
+    def __init__(self, rows: list[dict[str, Any]], fails_at: int | None = None) -> None:
+        self.hash = "c0ffee"
+        self.rows, self.fails_at = rows, fails_at
+        self.asked: list[Any] = []
+
+    def download_and_prepare(self) -> None:
+        self.asked.append("download")
+
+    def as_dataset(self, split: str) -> Any:
+        self.asked.append(split)
+        return self._generate()
+
+    def as_streaming_dataset(self, split: str) -> Any:
+        import datasets
+
+        self.asked.append(("stream", split))
+        return datasets.IterableDataset.from_generator(self._generate)
+
+    def _generate(self) -> Any:
+        for number, row in enumerate(self.rows, 1):
+            if number == self.fails_at:
+                raise OSError("connection lost")
+            yield row
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets ``datasets`` find a fake data set; the names it was asked for are in ``asked``."""
     import datasets
 
-    asked = []
+    def install(*args: Any) -> FakeBuilder:
+        builder = FakeBuilder(*args)
 
-    def load_dataset(*args: Any, **kwargs: Any) -> list[dict[str, str]]:
-        asked.append((args, kwargs))
-        return [{"prompt": "Q"}]
+        def load(*names: Any, **kwargs: Any) -> FakeBuilder:
+            builder.asked.append((*names, kwargs))
+            return builder
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    loaded = load_conversations(["some/set", "some/set:main#test_sft"])
-    assert asked == [(("some/set", None), {"split": "train"}), (("some/set", "main"), {"split": "test_sft"})]
-    assert [c.id for c in loaded.conversations] == ["some/set:1", "some/set:main#test_sft:1"]
+        monkeypatch.setattr(datasets, "load_dataset_builder", load)
+        return builder
+
+    return install
+
+
+def test_a_hub_id_with_config_revision_and_split(hub: Any) -> None:
+    builder = hub([{"prompt": "Q"}])
+    loaded = load_conversations(["some/set", "some/set:main@v1#test_sft"])
+    assert builder.asked == [
+        ("some/set", None, {"revision": None}),
+        "download",
+        "train",
+        ("some/set", "main", {"revision": "v1"}),
+        "download",
+        "test_sft",
+    ]
+    assert [c.id for c in loaded.conversations] == ["some/set:1", "some/set:main@v1#test_sft:1"]
+    assert [report.revision for report in loaded.reports] == ["c0ffee"] * 2
+    known = {"hub": "some/set", "config": "main", "split": "test", "revision": "c0ffee"}
+    assert open_source("some/set:main#test").fingerprint == known
+
+
+def test_a_hub_stream_is_read_in_a_drawn_order_and_may_end_early(hub: Any) -> None:
+    builder = hub([{"prompt": f"Q{i}"} for i in range(50)])
+    source = open_source("some/set", streaming=True, shuffle_seed=3)
+    assert source.may_end_early
+    assert source.fingerprint["order"] == 3
+    first = [c.user_turns[0] for c in islice(source.conversations(source.report()), 10)]
+    assert first != [f"Q{i}" for i in range(10)]
+    whole = open_source("some/set", streaming=True)
+    assert not whole.may_end_early
+    assert [c.user_turns[0] for c in whole.conversations(whole.report())] == [f"Q{i}" for i in range(50)]
+    assert ("stream", "train") in builder.asked
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_hub_data_set_whose_connection_is_lost(streaming: bool, hub: Any) -> None:
+    hub([{"prompt": f"Q{i}"} for i in range(5)], 4)
+    source = open_source("some/set", streaming=streaming)
+    report = source.report()
+    with pytest.raises(
+        DataError, match=r"^data\.sources: .* cannot be read to its end, got some/set .*lost.*run again"
+    ):
+        list(source.conversations(report))
+    assert report.num_conversations == 3
+
+
+def test_folders_and_globs_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("b.jsonl", "sub/a.json", "a.jsonl", ".hidden/c.jsonl"):
+        write_lines(tmp_path / name, {"prompt": name})
+    (tmp_path / "README.md").write_text("no rows")
+    loaded = load_conversations([str(tmp_path), str(tmp_path / "*.jsonl"), str(tmp_path / "**" / "*.json")])
+    assert [c.user_turns[0] for c in loaded.conversations] == [
+        "a.jsonl",
+        "b.jsonl",
+        "sub/a.json",
+        "a.jsonl",
+        "b.jsonl",
+        "sub/a.json",
+    ]
+    assert [report.num_files for report in loaded.reports] == [3, 2, 1]
+    assert len({str(report.sha256) for report in loaded.reports}) == 3
+    fingerprint = open_source(str(tmp_path)).fingerprint
+    (tmp_path / "b.jsonl").rename(tmp_path / "bb.jsonl")
+    assert open_source(str(tmp_path)).fingerprint == fingerprint
+    write_lines(tmp_path / "bb.jsonl", {"prompt": "other"})
+    assert open_source(str(tmp_path)).fingerprint != fingerprint
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 1000])
+def test_json_arrays_are_read_in_blocks(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK_CHARS", block)
+    values = [{"prompt": 'a "quoted" ] text', "n": [1, 2.5e3, None, True]}, 12, "x", [], {}, "é👍\n", -7]
+    path = tmp_path / "a.json"
+    for indent in (None, 2):
+        path.write_text("\n " + json.dumps(values, indent=indent, ensure_ascii=False) + " \n", encoding="utf-8")
+        assert [row for _, row in files.read_rows(path)] == values
+    path.write_text("[]")
+    assert list(files.read_rows(path)) == []
+    for text, line in (("[1,\n2,\n3 4]", 3), ('[1,\n{"a": tru}]', 2), ("[1]\n\n2", 3), ("[1,\n", 2), ('[1,\n"abc', 2)):
+        path.write_text(text)
+        with pytest.raises(DataError, match=rf"line {line} of .*a\.json is not JSON or is cut off"):
+            list(files.read_rows(path))
 
 
 def test_nothing_usable_lists_the_reasons(tmp_path: Path) -> None:
@@ -234,6 +373,14 @@ def test_builtin_splits() -> None:
         ({"generate_batch_size": 0}, r"data\.generate_batch_size"),
         ({"batch_size": 0}, r"data\.batch_size"),
         ({"limit": 0}, r"data\.limit: .* got 0"),
+        ({"weights": [1.0, 2.0]}, r"data\.weights: one for each of the 1 sources"),
+        ({"weights": [0.0]}, r"data\.weights: must be positive"),
+        ({"held_out": [""]}, r"data\.held_out: must name"),
+        ({"held_out": ["a.jsonl"], "overlap_words": 0}, r"data\.held_out: has no effect"),
+        ({"overlap_words": 3}, r"data\.overlap_words: .* got 3"),
+        ({"near_duplicates": 1.5}, r"data\.near_duplicates: .* got 1\.5"),
+        ({"max_characters": 0}, r"data\.max_characters: .* got 0"),
+        ({"num_workers": 0}, r"data\.num_workers: .* got 0"),
         ({"max_length": 3}, r"data\.max_length: .* got 3"),
         ({"temperature": -0.1}, r"data\.temperature: .* got -0\.1"),
         ({"temperature": float("nan")}, r"data\.temperature: .* got nan"),
