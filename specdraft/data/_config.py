@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specdraft.core.errors import ConfigError
+from specdraft.data._answers_config import AnswersConfig, check_temperature
 
 LOSS_ON = ("all", "last")
 
@@ -62,6 +63,8 @@ class DataConfig:
     """Processes that render and tokenise large data sets; null = one for each core."""
     cache_dir: str | None = None
     """Folder of prepared data sets; null = <output_dir>/data."""
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    """Who writes regenerated answers, how many and how warm, and how answers are checked."""
 
     def __post_init__(self) -> None:
         self._check_sources()
@@ -71,10 +74,8 @@ class DataConfig:
                 raise ConfigError(f"data.{name}: must be at least 1, got {getattr(self, name)}; use a positive number")
         if self.max_length < 4:
             raise ConfigError(f"data.max_length: leaves no room to draft, got {self.max_length}; use e.g. 1024")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"data.temperature: must be finite and not negative, got {self.temperature}; use 0 for greedy"
-            )
+        check_temperature("data.temperature", self.temperature)
+        self._check_answers()
         if self.loss_on not in LOSS_ON:
             raise ConfigError(f"data.loss_on: unknown, got {self.loss_on!r}; use {' or '.join(LOSS_ON)}")
 
@@ -116,4 +117,26 @@ class DataConfig:
         if self.near_duplicates is not None and not 0.0 < self.near_duplicates <= 1.0:
             raise ConfigError(
                 f"data.near_duplicates: is a similarity from 0 to 1, got {self.near_duplicates}; use e.g. 0.8, or null"
+            )
+
+    def _check_answers(self) -> None:
+        """Rules between the settings of the answers and those of the data."""
+        answers = self.answers
+        if not self.regenerate:
+            nothing = AnswersConfig()
+            for name in ("by", "head", "samples", "temperatures"):
+                if getattr(answers, name) == getattr(nothing, name):
+                    continue
+                raise ConfigError(
+                    f"data.answers.{name}: has no effect with data.regenerate=false, got {getattr(answers, name)}; "
+                    "leave it out"
+                )
+        if answers.samples > 1 and not any(answers.temperatures or [self.temperature]):
+            raise ConfigError(
+                f"data.answers.samples: the greedy answer is always the same, got {answers.samples}; set "
+                "data.temperature=1.0"
+            )
+        if answers.temperatures and self.temperature != 0.0:
+            raise ConfigError(
+                f"data.temperature: has no effect beside data.answers.temperatures, got {self.temperature}; use 0.0"
             )

@@ -169,7 +169,7 @@ class ChatRenderer:
         ids = self._encode_after(text)
         before = self.tokenizer.decode(list(prompt_ids), **_EXACTLY)
         after = self.tokenizer.decode([*prompt_ids, *ids], **_EXACTLY)
-        return ids if after == before + text else None
+        return ids if after == f"{before}{text}" else None
 
     def turns(self, messages: Sequence[Message]) -> list[Turn]:
         """The written answers of a conversation, each after the prompt as it is rendered at that time.
@@ -226,7 +226,7 @@ class ChatRenderer:
         assert isinstance(text, str)
         return text
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Ids of rendered text. The template writes BOS itself, so the tokenizer must not add another."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
@@ -235,15 +235,15 @@ class ChatRenderer:
         """Ids of text that continues other text, without the space that some tokenizers put before a text."""
         end = self.tokenizer.eos_token
         if isinstance(end, str):
-            ids = self._encode(end + text)
+            ids = self.encode(end + text)
             if ids[:1] == [self.tokenizer.eos_token_id]:
                 return ids[1:]
-        return self._encode(text)
+        return self.encode(text)
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
         """Rendered prompt and its ids, checked for a doubled BOS."""
         text = self._render(messages, prompt=True)
-        ids = self._encode(text)
+        ids = self.encode(text)
         bos = self.tokenizer.bos_token_id
         # Only the start counts: in some templates BOS is also the marker that opens each turn.
         if bos is not None and ids[:2] == [bos, bos]:
@@ -266,7 +266,7 @@ class ChatRenderer:
                 "target.name: the chat template alters answers, so that they cannot be told from prompts, "
                 f"got {full[-60:]!r}; use another chat template or target"
             )
-        whole = self._encode(prompt + answer)
+        whole = self.encode(prompt + answer)
         # A token that spans the boundary would not be there when decoding starts from the prompt alone.
         continues = whole[: len(prompt_ids)] == prompt_ids
         answer_ids = whole[len(prompt_ids) :] if continues else self._encode_after(answer)
@@ -302,7 +302,7 @@ class ChatRenderer:
         if self.end_of_turn is None or not answer.endswith(content.strip() + self.end_of_turn):
             return 0
         added = answer[: len(answer) - len(content.strip() + self.end_of_turn)]
-        return _common_prefix(self._encode(prompt + added), ids) if added.strip() else 0
+        return _common_prefix(self.encode(prompt + added), ids) if added.strip() else 0
 
 
 def typed_messages(messages: Sequence[Message]) -> list[dict[str, str]]:

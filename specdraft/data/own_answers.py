@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,19 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdraft.core.errors import DataError
 from specdraft.core.types import FeatureRequest
+from specdraft.data._config import DataConfig
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
 
 if TYPE_CHECKING:
     from specdraft.targets.base import Target
 
+WARN_SHARE = 0.1
 MIN_EXCESS = 0.3
 """Nats a token by which an answer must be less likely than the target's own draws are, to be suspect."""
 MIN_Z = 3.0
 """And the standard deviations of such draws; a short answer is let off by it."""
 BATCH_TOKENS = 4096
 LOGITS_VALUES = 1 << 25
+logger = logging.getLogger(__name__)
 BINS = (-8.0, -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.75, -1.5, -1.25, -1.0, -0.75, -0.5, -0.25, 0.0)
 """Upper ends of the histogram's bins, in nats a token."""
 
@@ -88,6 +93,32 @@ def own_answers(target: Target, rows: Sequence[TokenRow], temperature: float = 1
     return OwnAnswers([row[0] for row in ordered], [row[1] for row in ordered], [row[2] for row in ordered], suspects)
 
 
+def check_rows(target: Target | None, rows: Sequence[TokenRow], config: DataConfig) -> dict[str, Any]:
+    """Scores ``answers.check_rows`` of the rows; warns of those that are not the target's own. For a manifest.
+
+    Nothing where the target is not loaded or no rows are wanted.
+
+    Raises:
+        DataError: more of them than ``answers.max_suspect_share`` are not the target's own.
+    """
+    settings = config.answers
+    if target is None or not settings.check_rows:
+        return {}
+    # A row that begins with its answer says nothing of its first token.
+    usable = [row for row in spread(rows, settings.check_rows) if any(row.loss_mask[1:])]
+    found = own_answers(target, usable, max([1.0, config.temperature, *settings.temperatures]))
+    limit = settings.max_suspect_share
+    told = f"{found.share_suspect:.0%} of {len(usable)} answers are not the target's own"
+    if limit is not None and found.share_suspect > limit:
+        raise DataError(
+            f"data.answers.max_suspect_share: {told}, got {found.share_suspect:.3f}; set data.regenerate=true, or serve "
+            "the model of target.name"
+        )
+    if limit is None and found.share_suspect > WARN_SHARE:
+        logger.warning("data: %s; a head learns to predict the target, so let it answer (data.regenerate=true)", told)
+    return {"own": found.as_dict()}
+
+
 def spread(rows: Sequence[TokenRow], count: int) -> list[TokenRow]:
     """At most ``count`` rows from all over the data set, first and last included."""
     size = len(rows)
@@ -120,6 +151,8 @@ def _score(target: Target, rows: Sequence[TokenRow], temperature: float) -> list
     tokens = collate(rows, pad_id=0).to(target.device)
     features = target.capture(tokens, FeatureRequest())
     wanted = tokens.loss_mask[:, 1:]
+    if not bool(wanted.any(dim=1).all()):
+        raise ValueError("rows: each needs a supervised token after its first")
     numbers = wanted.nonzero()[:, 0]
     hidden = features.last_hidden[:, :-1][wanted]
     following = tokens.input_ids[:, 1:][wanted]
@@ -133,8 +166,6 @@ def _score(target: Target, rows: Sequence[TokenRow], temperature: float) -> list
     sums = torch.zeros(3, len(rows), dtype=torch.float64, device=values.device)
     sums.index_add_(1, numbers, values)
     counts = torch.bincount(numbers, minlength=len(rows))
-    if int(counts.min()) == 0:
-        raise ValueError("rows: each needs a supervised token after its first")
     scored = []
     for (logprob, excess, variance), count in zip(sums.T.tolist(), counts.tolist(), strict=True):
         scored.append((logprob / count, excess / count, excess / math.sqrt(variance + 1e-6)))
@@ -142,8 +173,7 @@ def _score(target: Target, rows: Sequence[TokenRow], temperature: float) -> list
 
 
 def _moments(logits: Tensor, following: Tensor, temperature: float) -> Tensor:
-    """``[3, n]``: log-probability of the tokens ``[n]``; at ``temperature``, its shortfall against minus the entropy, and
-    the variance of the log-probability."""
+    """``[3, n]`` for tokens ``[n]``: log-probability at 1; shortfall against minus the entropy, and variance, at ``temperature``."""
     logits = logits.float()
     chosen = logits.log_softmax(-1).gather(-1, following[:, None])[:, 0]
     scaled = (logits / temperature).log_softmax(-1)
@@ -154,3 +184,15 @@ def _moments(logits: Tensor, following: Tensor, temperature: float) -> Tensor:
     mean = (probs * finite).sum(-1)
     variance = (probs * (finite - mean[:, None]).square()).sum(-1)
     return torch.stack([chosen, mean - own, variance])
+
+
+@torch.no_grad()
+def greedy_gaps(target: Target, row: TokenRow) -> list[float]:
+    """For every supervised token: how far its logit is below the target's best there; 0 = the target chooses it too."""
+    tokens = collate([row], pad_id=0).to(target.device)
+    wanted = tokens.loss_mask[0, 1:]
+    hidden = target.capture(tokens, FeatureRequest()).last_hidden[0, :-1][wanted]
+    logits = target.logits(hidden).float()
+    chosen = logits.gather(-1, tokens.input_ids[0, 1:][wanted][:, None])[:, 0]
+    gaps: list[float] = (logits.max(-1).values - chosen).tolist()
+    return gaps

@@ -24,6 +24,7 @@ from specdraft.core.types import (
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.check import check_target
 from specdraft.targets.compiled import CompiledDecoder
+from specdraft.targets.facts import union_of_eos
 from specdraft.targets.fast_path import FastLayers, cache_parameter, replace_layers
 from specdraft.targets.last_layer import last_layer_weights
 from specdraft.targets.layout import Layout, find_layout, text_config
@@ -296,9 +297,4 @@ def _keep_input(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Every token that ends a text: the union of ids of the model, its generation config and the tokenizer, sorted."""
-    sources = [model.config, model.config.get_text_config(decoder=True), model.generation_config, tokenizer]
-    ids: set[int] = set()
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        ids.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(ids))
+    return union_of_eos(model.config, model.config.get_text_config(decoder=True), model.generation_config, tokenizer)

@@ -14,6 +14,7 @@ from specdraft.core.errors import DataError
 from specdraft.data._config import DataConfig
 from specdraft.data.chat import ChatRenderer, join_turns
 from specdraft.data.journal import Answer, AnswerJournal
+from specdraft.data.local_answers import TargetWriter
 from specdraft.data.regenerate import answered_turns, conversation_key, regenerate
 from specdraft.data.sources import Conversation
 from specdraft.targets.hf import HFTarget
@@ -22,7 +23,7 @@ from tests.tiny import tiny_target
 EOS = 2
 END_TOO = 40  # a token that the random target writes now and then, as a second EOS
 
-Answers = dict[tuple[str, int], Answer]
+Answers = AnswerJournal
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,8 @@ def run(
     target: HFTarget, folder: Path, talks: list[Conversation], config: DataConfig, rank: int = 0, world_size: int = 1
 ) -> Answers:
     journal = AnswerJournal(folder, rank)
-    regenerate(talks, ChatRenderer(target.tokenizer), target, journal, config, rank=rank, world_size=world_size)
+    writer = TargetWriter(target, target.tokenizer, config)
+    regenerate(talks, ChatRenderer(target.tokenizer), writer, journal, config, rank=rank, world_size=world_size)
     return journal.read()
 
 
@@ -66,7 +68,7 @@ def greedy(target: HFTarget, prompt: list[int], length: int) -> list[int]:
 
 def test_batched_answers_equal_one_by_one_decoding(target: HFTarget, tmp_path: Path) -> None:
     answers = run(target, tmp_path, TALKS, settings())
-    assert {key for key, _ in answers} == {conversation_key(talk) for talk in TALKS}
+    assert {key for key, _, _ in answers} == {conversation_key(talk) for talk in TALKS}
     for answer in answers.values():
         assert answer.answer_ids == greedy(target, answer.prompt_ids, 24)
     ends = {answer.answer_ids[-1] in (EOS, END_TOO) for answer in answers.values()}
@@ -167,7 +169,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     journal.append([Answer("a", 0, [1], [2])])
     journal.path.write_bytes(b"3\n" + journal.path.read_bytes())
     with pytest.raises(DataError, match=r"line 1 of .*rank-00000\.jsonl is torn"):
-        journal.read()
+        AnswerJournal(tmp_path).read()
 
 
 def test_a_journal_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
@@ -227,3 +229,54 @@ def test_a_prompt_without_room_ends_its_conversation(target: HFTarget, tmp_path:
     assert turns is not None
     assert len(turns) == 1
     assert answered_turns(conversation("new", "hello"), answers) is None
+
+
+def test_a_full_disk_keeps_what_was_written_and_the_next_run_goes_on(target: HFTarget, tmp_path: Path) -> None:
+    import resource
+    import signal
+
+    whole = run(target, tmp_path / "whole", TALKS, settings())
+    size = whole.path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # The last of three batches does not fit: a part of it is written, as on a disk that fills up.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 20, limits[1]))
+        with pytest.raises(
+            DataError, match=r"^data\.cache_dir: answers cannot be saved, got .*free space and run again"
+        ):
+            run(target, tmp_path / "full", TALKS, settings())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    kept = len(AnswerJournal(tmp_path / "full").read())
+    assert 4 <= kept < len(TALKS)
+    assert run(target, tmp_path / "full", TALKS, settings()) == whole
+    assert whole.path.read_bytes() == (tmp_path / "full" / whole.path.name).read_bytes()
+
+
+def test_a_journal_reads_what_others_append_and_each_line_once(tmp_path: Path) -> None:
+    mine, others = AnswerJournal(tmp_path), AnswerJournal(tmp_path, rank=1)
+    mine.append([Answer("a", 0, [1], [2])])
+    others.append([Answer("b", 0, [1], [2], sample=1, finish="length", temperature=0.5, ids_from="text")])
+    assert set(mine.read()) == {("a", 0, 0), ("b", 0, 1)}
+    with others.path.open("ab") as file:
+        file.write(b'["c",0,[1]')  # a line that is being written
+    assert len(mine.read()) == 2
+    with others.path.open("ab") as file:
+        file.write(b",[3]]\n")
+    assert mine.read()["c", 0, 0] == Answer("c", 0, [1], [3])
+    assert mine["b", 0, 1].temperature == 0.5
+    assert mine == AnswerJournal(tmp_path).read()
+
+
+def test_a_torn_line_is_cut_off_wherever_the_last_newline_is(tmp_path: Path) -> None:
+    journal = AnswerJournal(tmp_path)
+    journal.append([Answer("a", 0, [1], [2])])
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole + b"x" * (1 << 20) + b"y" * 17)
+    AnswerJournal(tmp_path).append([Answer("b", 0, [1], [2])])
+    assert journal.path.read_bytes() == whole + whole.replace(b'"a"', b'"b"')
+    journal.path.write_bytes(b"torn")
+    AnswerJournal(tmp_path).append([Answer("a", 0, [1], [2])])
+    assert journal.path.read_bytes() == whole
