@@ -65,11 +65,15 @@ def run(cfg: TuneRun) -> None:
         },
     }
     write_results(with_known_batches(output, result), output)
-    shape, speedup = body["shape"], body["measured"]["speedup"]
+    shape, measured = body["shape"], body["measured"]
     if shape["plain"]:
         console.print("plain decoding is the fastest here: no shape of draft was faster", markup=False)
     else:
-        console.print(f"fastest: {describe_json(shape)}, {speedup:.2f}x plain decoding", markup=False)
+        console.print(
+            f"chosen: {describe_json(shape)}, {measured['speedup']:.2f}x plain decoding; speed-up over acceptance length "
+            f"{measured['efficiency']:.2f}",
+            markup=False,
+        )
     console.print(f"shape: {output}", markup=False, soft_wrap=True)
 
 

@@ -17,7 +17,7 @@ from specdraft.eval._config import TuneConfig
 from specdraft.eval.accuracies import BEYOND, RankedText, accuracies, rank_text, replay
 from specdraft.eval.costs import CostProbe, CostTable, interpolate, sizes_up_to, timed, wide_tree
 from specdraft.eval.shapes import PLAIN, describe, is_chain, shape_json
-from specdraft.eval.tune import Tuner, candidate_trees, finalists, predict
+from specdraft.eval.tune import Candidate, Tuner, _Run, candidate_trees, choose, finalists, predict
 from specdraft.heads.base import DraftHead, head_kinds
 from specdraft.targets.hf import HFTarget
 from tests.support import make_head
@@ -211,7 +211,42 @@ def test_choice_follows_the_costs(table: CostTable, chosen: Any) -> None:
     found = finalists(candidates, 2)
     assert found[0].shape == PLAIN
     assert any(is_chain(candidate.shape) for candidate in found)
-    assert len({candidate.shape for candidate in found}) == len(found) in (3, 4)
+    assert len({candidate.shape for candidate in found}) == len(found) in (3, 4, 5)
+
+
+def speeds(*shapes: tuple[DraftTree, float]) -> list[Candidate]:
+    """Candidates of one token a step at so many tokens/s."""
+    return [Candidate(shape, 1.0, 1e3 / speed) for shape, speed in shapes]
+
+
+def test_a_small_shape_that_is_nearly_as_fast_is_measured_too() -> None:
+    wide, small, slow = DraftTree.from_paths([[i] for i in range(9)]), DraftTree.chain(1), DraftTree.chain(2)
+    candidates = speeds((wide, 20.0), (small, 19.5), (slow, 15.0), (PLAIN, 10.0))
+    assert [candidate.shape for candidate in finalists(candidates, 1)] == [PLAIN, wide, small]
+    candidates = speeds((wide, 20.0), (slow, 15.0), (small, 14.0), (PLAIN, 10.0))
+    assert [candidate.shape for candidate in finalists(candidates, 1)] == [PLAIN, wide, slow]
+
+
+@pytest.mark.parametrize(
+    ("measured", "chosen"),
+    [
+        ({"wide": 20.0, "small": 19.5, "plain": 10.0}, "small"),
+        ({"wide": 20.0, "small": 19.0, "plain": 10.0}, "wide"),
+        # Plain decoding is chosen where nothing is faster, not where something is hardly faster.
+        ({"wide": 10.2, "small": 9.0, "plain": 10.0}, "wide"),
+        ({"wide": 9.9, "small": 9.8, "plain": 10.0}, "plain"),
+    ],
+)
+def test_of_shapes_that_are_equally_fast_the_smallest_is_chosen(
+    measured: dict[str, float], chosen: str, target: HFTarget
+) -> None:
+    shapes = {"wide": DraftTree.from_paths([[i] for i in range(9)]), "small": DraftTree.chain(1), "plain": PLAIN}
+    decoder = SpeculativeDecoder(target)
+    runs = [
+        _Run(Candidate(shapes[name], 1.0, 1.0), decoder, tokens=1000, steps=1000, ms=1e6 / speed)
+        for name, speed in measured.items()
+    ]
+    assert choose(runs).candidate.shape == shapes[chosen]
 
 
 class FixedCosts(Tuner):
@@ -250,6 +285,9 @@ def test_the_measurement_decides(target: HFTarget, monkeypatch: pytest.MonkeyPat
     assert body["shape"]["plain"] is False, body["verified"]
     assert body["shape"]["num_draft_tokens"] != 1
     assert body["measured"]["speedup"] > 1.9
+    assert body["measured"]["efficiency"] == pytest.approx(
+        body["measured"]["speedup"] / body["measured"]["acceptance_length"]
+    )
     assert [run["plain"] for run in body["verified"]].count(True) == 1
     assert all(run["identical_outputs"] == 2 for run in body["verified"])
     assert any(line.startswith("measured: plain decoding") for line in said)
