@@ -59,9 +59,15 @@ class FeatureRequest:
 
     ``aux_layers`` are indices into Hugging Face ``hidden_states``: 0 is the embedding output and k the output of
     block k (counted from 1). The last index (``num_hidden_layers``) is after the final norm.
+
+    ``last``: where the head itself reads the last hidden state in training: ``prefix`` = at every position up to an anchor
+    (it attends to them), ``anchors`` = at anchors only, ``none`` = nowhere. Aux layers are read at every position up to an
+    anchor. The loss reads the last hidden state where it predicts a supervised token, whatever the head reads. Only what a
+    feature store may leave out depends on it.
     """
 
     aux_layers: tuple[int, ...] = ()
+    last: str = "prefix"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class FusedFeaturesHead(DraftHead):
 
     def features(self) -> FeatureRequest:
         """The fused layers."""
-        return FeatureRequest(self.aux_layers)
+        return FeatureRequest(self.aux_layers, last="none")
 
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:
         """The lm_head starts as the target's rows of the draft vocabulary."""

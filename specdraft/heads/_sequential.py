@@ -28,8 +28,8 @@ class SequentialHead(DraftHead):
     grows = True
 
     def features(self) -> FeatureRequest:
-        """Only the last hidden state."""
-        return FeatureRequest()
+        """Only the last hidden state of the anchors themselves."""
+        return FeatureRequest(last="anchors")
 
     @abstractmethod
     def seed(self, batch: DraftBatch) -> Tensor:

@@ -139,7 +139,7 @@ class DFlashHead(ParallelHead):
 
     def features(self) -> FeatureRequest:
         """The layers that become keys and values."""
-        return FeatureRequest(self.aux_layers)
+        return FeatureRequest(self.aux_layers, last="none")
 
     def vocabulary_parameters(self) -> list[str]:
         """The biases that the Markov head gives."""

@@ -72,7 +72,7 @@ class EagleHead(UnrolledHead):
         self.register_buffer("embedding_scale", torch.ones(()))
 
     def features(self) -> FeatureRequest:
-        """Only the last hidden state."""
+        """Only the last hidden state, of the anchors and all before them."""
         return FeatureRequest()
 
     def init_from_target(self, embed: Embed, unembed: Unembedding) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree
-from specdraft.core.types import DraftBatch, DraftContext, Embed, TargetSpec, Unembedding
+from specdraft.core.types import DraftBatch, DraftContext, Embed, FeatureRequest, TargetSpec, Unembedding
 from specdraft.heads._blocks import DraftLayer, RMSNorm
 from specdraft.heads._config import DraftLayerConfig, HeadConfig
 from specdraft.heads._sequential import SequentialHead, SequentialState
@@ -118,6 +118,10 @@ class HydraHead(SequentialHead):
         rows = config.draft_vocab_size or spec.vocab_size
         count = 0 if config.shared_lm_head else depths
         self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=False) for _ in range(count))
+
+    def features(self) -> FeatureRequest:
+        """Only the last hidden state; prefix attention reads it before the anchors too."""
+        return FeatureRequest(last="anchors" if self.layer is None else "prefix")
 
     def vocabulary_parameters(self) -> list[str]:
         """The unshared lm_heads."""

@@ -81,8 +81,8 @@ class MedusaHead(DraftHead):
         self.lm_heads = nn.ModuleList(nn.Linear(spec.hidden_size, rows, bias=False) for _ in range(count))
 
     def features(self) -> FeatureRequest:
-        """Only the last hidden state."""
-        return FeatureRequest()
+        """Only the last hidden state of the anchors themselves."""
+        return FeatureRequest(last="anchors")
 
     def vocabulary_parameters(self) -> list[str]:
         """The unshared lm_heads."""

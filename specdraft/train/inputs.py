@@ -18,6 +18,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from specdraft.core.errors import ConfigError
 from specdraft.data.batching import BatchPlan
 from specdraft.data.chat import TokenRow
+from specdraft.data.features import StoredRows
 from specdraft.heads.base import DraftHead
 from specdraft.losses.objectives import Objective, Teacher
 from specdraft.targets.base import Target
@@ -58,6 +59,8 @@ class TrainInputs:
     """never, auto or must."""
     joint: Alone = field(default_factory=Alone)
     """A ``Joint`` trains an adapter on the target with the head."""
+    store: StoredRows | None = None
+    """Where the target's features are stored; None = the target runs in every epoch."""
     evaluate: Callable[[DraftHead], EvalPoint] | None = None
     """Measures acceptance, on rank 0 only; None = the last head counts as the best."""
 

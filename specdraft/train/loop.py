@@ -49,13 +49,14 @@ def train(run: TrainInputs) -> TrainResult:
     # Only the head is wrapped: the target has no gradient to exchange and is in no checkpoint.
     model, stepper = accelerator.prepare(head, optimizer)
     teacher, meter = run.teacher(), Meter(accelerator.device, head.config.num_draft_tokens)
-    memory = FeatureMemory(run.target, head.features(), int(trainer.feature_memory_gib * 2**30))
+    memory = FeatureMemory(run.target, head.features(), int(trainer.feature_memory_gib * 2**30), run.store)
     with (
         closing(run.tracker),
         compiled(head, trainer.compile),
         StopSignal() as signal,
         Display(run.known_steps, state.step, accelerator.is_main_process) as display,
-        closing(windows(run, state, meter)) as stream,
+        nullcontext() if run.store is None else closing(run.store),
+        closing(windows(run, state, meter, memory)) as stream,
     ):
         with kept_rng():
             on_main(accelerator, lambda: run.tracker.start(state.step, run.settings))

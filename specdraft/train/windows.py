@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from specdraft.core.types import TokenBatch
 from specdraft.data.batching import MicroBatch, collate
+from specdraft.data.features import FeatureMemory
 from specdraft.train.inputs import TrainInputs
 from specdraft.train.progress import Meter
 from specdraft.train.state import TrainState
@@ -18,10 +19,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Generator[list[TokenBatch], None, None]:
+def windows(
+    run: TrainInputs, state: TrainState, meter: Meter, memory: FeatureMemory | None = None
+) -> Generator[list[TokenBatch], None, None]:
     """This rank's micro-batches of every optimizer step from ``state`` on. Close it when leaving early.
 
-    The phase ``data`` is the time that training waits for them.
+    They bring their features along where ``run.store`` has them and ``memory`` has not. The phase ``data`` is the time that
+    training waits for them.
     """
     planned = islice(_planned(run, state.epoch, state.step_in_epoch), max(0, run.total_steps - state.step))
 
@@ -30,6 +34,8 @@ def windows(run: TrainInputs, state: TrainState, meter: Meter) -> Generator[list
         for rows in micro_batches:
             ids = [place for row in rows for place in row]
             made.append(collate(run.rows(ids), run.pad_id, ids, [len(row) for row in rows]))
+        if run.store is not None:
+            made = [tokens if memory and memory.holds(tokens) else run.store.attach(tokens) for tokens in made]
         return [tokens.pinned() for tokens in made] if run.accelerator.device.type == "cuda" else made
 
     if not run.trainer.prefetch:

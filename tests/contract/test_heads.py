@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from specdraft.core.errors import CheckpointError, ConfigError
 from specdraft.core.tree import DraftTree
-from specdraft.core.types import DraftContext, TokenBatch
+from specdraft.core.types import DraftContext, Features, TokenBatch
+from specdraft.data.feature_layout import kept_positions
 from specdraft.heads.base import DraftHead, head_config, head_kinds
 from specdraft.heads.storage import load_head, save_head
 from specdraft.losses._config import LossConfig
@@ -139,6 +140,35 @@ def test_one_batch_overfits(kind: str, settings: dict[str, object]) -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < first * 0.3
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+def test_states_that_a_store_leaves_out_are_never_read(kind: str, settings: dict[str, object]) -> None:
+    """Noise in their place changes neither the loss nor a gradient, not by a bit."""
+    w = world()
+    head = make_head(kind, w.spec, **settings)
+    tokens = token_batch([14, 9, 7], [(4, 12), (3, 9), (0, 0)])
+    tokens.loss_mask[0, 6:9] = False  # two answers, and text behind the last
+    terms = ["smooth_l1"] * (kind == "eagle") + ["confidence"] * bool(asdict(head.config).get("confidence_head"))
+    objective = Objective(LossConfig(terms={"soft_ce": 1.0, **dict.fromkeys(terms, 1.0)}, outside_vocab="argmax"))
+    batch = draft_batch(w, head, tokens)
+    noise = torch.randn_like(batch.features.last_hidden)
+    kept = torch.zeros(2, *tokens.input_ids.shape, dtype=torch.bool)
+    for b in range(3):
+        for own, positions in zip(kept, kept_positions(tokens.loss_mask[b], head.features()), strict=True):
+            own[b, positions] = True
+    last, aux = batch.features.last_hidden, batch.features.aux_hidden
+    last = torch.where(kept[0, ..., None], last, noise)
+    aux = None if aux is None else torch.where(kept[1, ..., None], aux, noise.repeat(1, 1, aux.shape[-1] // 32))
+    found = []
+    for features in (batch.features, Features(last, aux)):
+        head.zero_grad()
+        own = replace(batch, features=features)
+        loss = objective(head(own, w.embed, w.unembed), own, teacher_of(w, head)).loss_sum
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in head.parameters() if p.grad is not None)])
+    assert not kept.all() and len(found[0]) > 1
+    assert all(torch.equal(plain, left_out) for plain, left_out in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "settings"), CASES)

@@ -1,0 +1,243 @@
+"""One file of a feature store: some rows' hidden states, their table, and checksums of both; mapped when it is read."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdraft.core.errors import DataError
+from specdraft.data._quantized import Encoded, decode, encode
+
+FORMAT = "1"
+TABLE = ("rows", "keys", "sums", "last_counts", "aux_counts")
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_LARGEST_INT64 = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """What is kept of a row: its place in the data set, the key of its tokens, and states ``[n, H]`` and ``[m, A*H]``."""
+
+    row: int
+    key: int
+    last: Tensor
+    aux: Tensor | None
+
+
+def row_key(input_ids: Tensor, loss_mask: Tensor) -> int:
+    """A number below 2 ** 63 that tells tokens and mask of a conversation, ``[T]`` each, from others."""
+    digest = xxhash.xxh3_64(input_ids.to(torch.int32).numpy().tobytes())
+    digest.update(loss_mask.to(torch.uint8).numpy().tobytes())
+    return digest.intdigest() & _LARGEST_INT64
+
+
+def shard_tensors(rows: Sequence[RowStates], precision: str, hidden_size: int) -> dict[str, Tensor]:
+    """The tensors of a shard that holds ``rows``."""
+    last = encode(torch.cat([row.last for row in rows]), precision, hidden_size)
+    layers = [row.aux for row in rows if row.aux is not None]
+    aux = encode(torch.cat(layers), precision, hidden_size) if layers else None
+    tensors = _named("last", last) | (_named("aux", aux) if aux is not None else {})
+    counts = [(row.last.shape[0], 0 if row.aux is None else row.aux.shape[0]) for row in rows]
+    sums, ends = [], [0, 0]
+    for own in counts:
+        spans = [(end, end + count) for end, count in zip(ends, own, strict=True)]
+        sums.append(_row_sum(tensors, spans))
+        ends = [stop for _, stop in spans]
+    tensors["rows"] = torch.tensor([row.row for row in rows])
+    tensors["keys"] = torch.tensor([row.key for row in rows])
+    tensors["sums"] = torch.tensor(sums)
+    tensors["last_counts"] = torch.tensor([last for last, _ in counts], dtype=torch.int32)
+    tensors["aux_counts"] = torch.tensor([aux for _, aux in counts], dtype=torch.int32)
+    return tensors
+
+
+def _named(name: str, encoded: Encoded) -> dict[str, Tensor]:
+    found = {name: encoded.codes, f"{name}_scale": encoded.scale, f"{name}_channel": encoded.channel}
+    return {key: tensor.contiguous() for key, tensor in found.items() if tensor is not None}
+
+
+def _row_sum(tensors: dict[str, Tensor], spans: Sequence[tuple[int, int]]) -> int:
+    """Checksum of a row: of its codes and scales. spans: its positions, of ``last`` and of ``aux``."""
+    digest = xxhash.xxh3_64()
+    for name, (start, stop) in zip(("last", "aux"), spans, strict=True):
+        for key in (name, f"{name}_scale"):
+            if key in tensors and stop > start:
+                digest.update(_bytes(tensors[key][start:stop]))
+    return digest.intdigest() & _LARGEST_INT64
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _digest(tensors: dict[str, Tensor], names: Sequence[str]) -> str:
+    digest = xxhash.xxh3_128()
+    for name in names:
+        digest.update(f"{name} {list(tensors[name].shape)} {tensors[name].dtype}".encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def tensor_bytes(tensors: dict[str, Tensor]) -> int:
+    """What a shard of these tensors takes, its header estimated from above."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + 2048
+
+
+def write_shard(temporary: Path, path: Path, tensors: dict[str, Tensor], store: str) -> None:
+    """Writes a shard that appears at ``path`` whole or not at all, and is on the disk when this returns.
+
+    store: digest of the identity of its store.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written; ``temporary`` may be left.
+    """
+    names = sorted(tensors)
+    described = {
+        "format": FORMAT,
+        "store": store,
+        "table": _digest(tensors, TABLE),
+        "digest": _digest(tensors, names),
+    }
+    save_file(tensors, temporary, metadata=described)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the renames in a folder survive a crash of the machine, where folders can be synced."""
+    if sys.platform != "win32":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class Shard:
+    """A file of a store, mapped. The table is read and checked at once, rows when they are asked for."""
+
+    def __init__(self, path: Path, store: str) -> None:
+        """Raises DataError: no whole file of the format, another store's, or a table that is not what was written."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._tensors, metadata = _mapped(self._map)
+            broken = metadata["table"] != _digest(self._tensors, TABLE)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
+            raise shard_error(
+                path, f"cannot be read ({str(error).splitlines()[0] if str(error) else error!r})"
+            ) from error
+        if metadata.get("format") != FORMAT or metadata.get("store") != store:
+            raise shard_error(path, "belongs to another store")
+        if broken:
+            raise shard_error(path, "has a table that is not what was written")
+        self._digest = metadata["digest"]
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self.rows: Tensor = self._tensors["rows"].clone()
+        counts = torch.stack([self._tensors["last_counts"], self._tensors["aux_counts"]]).long()
+        self._ends = torch.cat([counts.new_zeros(2, 1), counts.cumsum(1)], 1).tolist()
+        self._keys, self._sums = self._tensors["keys"].tolist(), self._tensors["sums"].tolist()
+
+    def counts(self, slot: int) -> tuple[int, int]:
+        """Positions that are stored of the row at ``slot``: of the last hidden state, of the aux layers."""
+        last, aux = self._spans(slot)
+        return last[1] - last[0], aux[1] - aux[0]
+
+    def key(self, slot: int) -> int:
+        """The key of the tokens that the row at ``slot`` was captured from."""
+        found: int = self._keys[slot]
+        return found
+
+    def _spans(self, slot: int) -> list[tuple[int, int]]:
+        return [(ends[slot], ends[slot + 1]) for ends in self._ends]
+
+    def read(self, slot: int, last: Tensor, aux: Tensor | None) -> None:
+        """The states of the row at ``slot`` into ``last`` ``[n, H]`` and ``aux`` ``[m, A*H]``, in their dtype.
+
+        Raises:
+            DataError: the row is not what was written.
+        """
+        spans = self._spans(slot)
+        for name, (start, stop) in zip(("last", "aux"), spans, strict=True):
+            if stop > start:
+                self._will_need(name, start, stop)
+        if _row_sum(self._tensors, spans) != self._sums[slot]:
+            raise shard_error(self.path, f"holds row {int(self.rows[slot])} otherwise than it was written")
+        for name, out, (start, stop) in (("last", last, spans[0]), ("aux", aux, spans[1])):
+            if out is not None:
+                scale, channel = (self._tensors.get(f"{name}_{part}") for part in ("scale", "channel"))
+                decode(self._tensors[name][start:stop], None if scale is None else scale[start:stop], channel, out)
+
+    def _will_need(self, name: str, start: int, stop: int) -> None:
+        """Lets the system read the pages of some positions in one go, where it can be told."""
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        tensor = self._tensors[name]
+        first, width = tensor.data_ptr() - self._address, tensor.shape[1] * tensor.element_size()
+        begin = (first + start * width) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, begin, first + stop * width - begin)
+
+    def forget_pages(self) -> None:
+        """Gives back the memory of pages that were read; they stay in the system's cache of files."""
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def is_whole(self) -> bool:
+        """Whether every byte is what was written; reads all of it."""
+        names = sorted(self._tensors)
+        whole = _digest(self._tensors, names) == self._digest
+        self.forget_pages()
+        return whole
+
+
+def _mapped(mapped: mmap.mmap) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that lie in a mapped safetensors file, and its metadata.
+
+    Raises:
+        ValueError, KeyError: it is none, or is cut off.
+    """
+    size = int.from_bytes(mapped[:8], "little")
+    if size > len(mapped) - 8:
+        raise ValueError("the file is cut off")
+    header: dict[str, Any] = json.loads(mapped[8 : 8 + size])
+    metadata: dict[str, str] = header.pop("__metadata__")
+    tensors = {}
+    for name, entry in header.items():
+        start, stop = (8 + size + offset for offset in entry["data_offsets"])
+        if stop > len(mapped):
+            raise ValueError("the file is cut off")
+        dtype = _DTYPES[entry["dtype"]]
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=stop - start, offset=start)
+        tensors[name] = flat.view(dtype).view(entry["shape"])
+    return tensors, metadata
+
+
+def shard_error(path: Path, what: str) -> DataError:
+    """The error for a shard that cannot be used."""
+    return DataError(
+        f"features.dir: {path.name} {what}, got {path.parent}; run specdraft prepare with the same settings, which "
+        "captures its rows again"
+    )
