@@ -6,11 +6,14 @@ shorter way is not certain to be equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+from transformers import PreTrainedTokenizerFast
 
 from specdraft.data.chat import ChatRenderer, TemplateRefusedError, Turn, typed_messages
 from specdraft.data.formats import Message
@@ -36,42 +39,76 @@ class _Answer:
         return self.prompt + self.answer
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Conversations with their answers (None = the long way), which are parted into chains that share their tokens."""
+
+    conversations: list[list[Message]]
+    answers: list[list[_Answer] | None]
+    chains: list[list[list[_Answer]]]
+
+
 class BatchRenderer:
     """Renders batches of conversations with ``renderer``, whose ``mask_sources`` count the turns."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
         self._tails: dict[tuple[int, str], list[int] | None] = {}
-        backend = getattr(renderer.tokenizer, "backend_tokenizer", None)
-        added = {} if backend is None else backend.get_added_tokens_decoder()
-        self._markers = {
-            number: token.content
-            for number, token in added.items()
-            if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
-        }
+        tokenizer = renderer.tokenizer
+        self._backend = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+        self._markers: dict[str, int] = {}
         """Tokens at which text is parted before anything else happens to it, so that what stands on one side has no
         influence on the other."""
+        if self._backend is not None and not tokenizer.split_special_tokens:
+            for number, token in self._backend.get_added_tokens_decoder().items():
+                if not (token.lstrip or token.rstrip or token.single_word or token.normalized):
+                    self._markers[token.content] = number
+        self._contents = {number: content for content, number in self._markers.items()}
+        # Of two that begin at the same place the longer one counts.
+        longest = sorted(self._markers, key=len, reverse=True)
+        self._marker_text = re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
     def prompt_lengths(self, conversations: Sequence[Sequence[Message]]) -> list[int | None]:
         """Tokens of the prompt of each conversation's first answer; None where the template refuses it."""
+        self._reset()
         prompts = []
         for messages in conversations:
             first = next(i for i, message in enumerate(messages) if message["role"] == "user")
             prompts.append(self.renderer.with_system(messages[: first + 1]))
         texts = self._render(prompts, prompt=True)
         ids = iter(self._encode([text for text in texts if text is not None]))
-        return [None if text is None else len(next(ids)[0]) for text in texts]
+        return [None if text is None else len(next(ids)) for text in texts]
 
     def turns(self, conversations: Sequence[Sequence[Message]]) -> list[list[Turn] | None]:
         """``ChatRenderer.turns`` of each conversation; None where the template refuses it."""
+        (found,) = self.stream([conversations])
+        return found
+
+    def stream(self, batches: Iterable[Sequence[Sequence[Message]]]) -> Iterator[list[list[Turn] | None]]:
+        """``turns`` of each batch, whose text is tokenised by a thread while that of the next one is rendered."""
+        self._reset()
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as pool:
+            before: tuple[_Batch, Future[list[list[int]]]] | None = None
+            for conversations in batches:
+                batch = self._begin(conversations)
+                encoded = pool.submit(self._encode, [chain[-1].text for own in batch.chains for chain in own])
+                if before is not None:
+                    yield self._finish(before[0], before[1].result())
+                before = batch, encoded
+            if before is not None:
+                yield self._finish(before[0], before[1].result())
+
+    def _begin(self, conversations: Sequence[Sequence[Message]]) -> _Batch:
         whole = [self.renderer.with_system(messages) for messages in conversations]
         answers = self._answers(whole)
         # The tokens of a text serve all turns that it continues.
-        chains = [_chains(own) if own else [] for own in answers]
-        encoded = iter(self._encode([chain[-1].text for own in chains for chain in own]))
+        return _Batch(whole, answers, [_chains(own) if own else [] for own in answers])
+
+    def _finish(self, batch: _Batch, encoded: Sequence[list[int]]) -> list[list[Turn] | None]:
+        ids = iter(encoded)
         found: list[list[Turn] | None] = []
-        for messages, own, parts in zip(whole, answers, chains, strict=True):
-            pieces = [self._cut(chain, *next(encoded)) for chain in parts]
+        for messages, own, parts in zip(batch.conversations, batch.answers, batch.chains, strict=True):
+            pieces = [self._cut(chain, next(ids)) for chain in parts]
             if own is not None and all(piece is not None for piece in pieces):
                 self.renderer.mask_sources.update(answer.source for answer in own)
                 found.append([turn for piece in pieces for turn in piece or ()])
@@ -132,25 +169,24 @@ class BatchRenderer:
             return self._render(conversations[:half], prompt=prompt) + self._render(conversations[half:], prompt=prompt)
         return list(texts)
 
-    def _encode(self, texts: Sequence[str]) -> list[tuple[list[int], Any]]:
-        """(ids, the tokenizer's record or None) of each text."""
-        if not texts:
-            return []
-        batch = self.renderer.tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return list(zip(batch["input_ids"], batch.encodings or [None] * len(texts), strict=True))
+    def _reset(self) -> None:
+        """Takes back what another user of the tokenizer may have set. Nothing else changes it while a thread works."""
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
 
-    def _cut(self, chain: Sequence[_Answer], ids: list[int], encoding: Any) -> list[Turn] | None:
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+        if self._backend is None:
+            return [self.renderer.encode(text) for text in texts]
+        return [found.ids for found in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _cut(self, chain: Sequence[_Answer], ids: list[int]) -> list[Turn] | None:
         """The turns of a chain from the tokens of its last text; None where they may differ from those of a turn alone."""
         bos = self.renderer.tokenizer.bos_token_id
-        if encoding is None or (bos is not None and ids[:2] == [bos, bos]):
+        marks = self._marks(chain[-1].text, ids)
+        if marks is None or (bos is not None and ids[:2] == [bos, bos]):
             return None
-        marks = [(encoding.token_to_chars(i)[1], i) for i, token in enumerate(ids) if token in self._markers]
         text, turns = chain[-1].text, []
         for number, answer in enumerate(chain):
             start = self._tokens_before(len(answer.prompt), text, ids, marks)
@@ -164,6 +200,14 @@ class BatchRenderer:
             supervised = [False] * (own - start) + [True] * (end - own)
             turns.append(Turn(ids[:start], ids[start:end], supervised))
         return turns
+
+    def _marks(self, text: str, ids: list[int]) -> list[tuple[int, int]] | None:
+        """(where it ends in ``text``, its place in ``ids``) of every marker; None where the two do not agree on them."""
+        written = [(match.end(), self._markers[match.group()]) for match in self._marker_text.finditer(text)]
+        places = [place for place, token in enumerate(ids) if token in self._contents]
+        if [number for _, number in written] != [ids[place] for place in places]:
+            return None
+        return [(end, place) for (end, _), place in zip(written, places, strict=True)]
 
     def _tokens_before(self, at: int, text: str, ids: list[int], marks: Sequence[tuple[int, int]]) -> int | None:
         """How many of ``ids`` are the tokens of ``text[:at]`` alone; None where that is not certain.
@@ -182,7 +226,7 @@ class BatchRenderer:
         if not tail:
             return []
         if (marker, tail) not in self._tails:
-            ((ids, _),) = self._encode([self._markers[marker] + tail])
+            (ids,) = self._encode([self._contents[marker] + tail])
             if len(self._tails) >= 4096:
                 self._tails.clear()
             self._tails[marker, tail] = ids[1:] if ids[0] == marker else None

@@ -29,7 +29,7 @@ from specdraft.data.workers import spread
 
 COLLECTED_NAME = "collected.json"
 PLACES_NAME = "places.npy"
-RENDER_BATCH = 256
+RENDER_BATCH = 1024
 """Conversations that are rendered by one call of the tokenizer."""
 REFUSED = "refused by the chat template"
 LONG_PROMPT = "prompt longer than data.max_length"

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.data import prepare as module
 from specdraft.data._config import DataConfig
+from specdraft.data.assemble import length_histogram
 from specdraft.data.batching import BatchPlan, collate
-from specdraft.data.chat import ChatRenderer
-from specdraft.data.prepare import length_histogram, prepare
-from specdraft.data.prepared import load_prepared, save_prepared, token_counts
+from specdraft.data.chat import ChatRenderer, TokenRow
+from specdraft.data.prepare import prepare
+from specdraft.data.prepared import PreparedData, held_out_counts, load_prepared, save_prepared, token_counts
 from specdraft.targets.hf import HFTarget
 from tests.tiny import tiny_target, tiny_tokenizer
 from tests.unit import data_helpers as h
@@ -47,6 +47,10 @@ def settings(source: Path, **changes: Any) -> DataConfig:
     )
 
 
+def supervised(data: PreparedData) -> int:
+    return sum(sum(row.loss_mask) for row in data)
+
+
 def test_answers_of_the_data_set_need_the_tokenizer_only(source: Path, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     data = prepare(settings(source, regenerate=False), tokenizer, tmp_path / "data")
@@ -63,9 +67,9 @@ def test_answers_of_the_data_set_need_the_tokenizer_only(source: Path, tmp_path:
         "prompt longer than data.max_length": 1,
     }
     assert manifest["mask_sources"] == {"prefix": 3}
-    assert manifest["num_supervised_tokens"] == int(data.loss_mask.sum()) == 3 + 3 + 28
-    assert manifest["num_tokens"] == data.input_ids.numel() == sum(data.lengths)
-    assert manifest["supervised_share"] == pytest.approx(34 / data.input_ids.numel())
+    assert manifest["num_supervised_tokens"] == supervised(data) == 3 + 3 + 28
+    assert manifest["num_tokens"] == sum(data.lengths)
+    assert manifest["supervised_share"] == pytest.approx(34 / sum(data.lengths))
     assert manifest["length_histogram"] == length_histogram(data.lengths)
     assert manifest["sources"][0]["num_rows"] == 5
     assert len(manifest["sources"][0]["sha256"]) == 64
@@ -80,9 +84,9 @@ def test_regenerated_rows_are_the_ids_the_target_wrote(source: Path, target: HFT
     (journal,) = (tmp_path / "data").glob("answers-*/rank-00000.jsonl")
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     rows = [row.input_ids for row in data.rows(range(len(data)))]
-    for _, _, prompt, answer in lines:
+    for _, _, prompt, answer, *_ in lines:
         assert any(row[: len(prompt) + len(answer)] == [*prompt, *answer] for row in rows)
-    assert int(data.loss_mask.sum()) == sum(len(answer) for *_, answer in lines)
+    assert supervised(data) == sum(len(answer) for _, _, _, answer, *_ in lines)
 
 
 def test_a_second_run_finds_what_the_first_made(
@@ -92,7 +96,7 @@ def test_a_second_run_finds_what_the_first_made(
     monkeypatch.setattr(module, "regenerate", None)  # calling it would fail
     again = prepare(settings(source, batch_size=2, bucket=False), target, tmp_path / "data")
     assert again.folder == first.folder
-    assert torch.equal(again.input_ids, first.input_ids)
+    assert list(again) == list(first)
     assert again.manifest == first.manifest
 
 
@@ -106,7 +110,7 @@ def test_other_settings_use_another_folder_but_the_same_answers(
     last = prepare(settings(source, loss_on="last"), target, folder)
     assert len({whole.folder, cut.folder, last.folder}) == 3
     assert max(cut.lengths) == 50 < max(whole.lengths)
-    assert int(last.loss_mask.sum()) < int(whole.loss_mask.sum())
+    assert supervised(last) < supervised(whole)
     assert len(list(folder.glob("answers-*"))) == 1
     monkeypatch.undo()
     prepare(settings(source, max_new_tokens=4), target, folder)
@@ -173,37 +177,6 @@ def test_regeneration_needs_a_target_with_a_tokenizer(source: Path, target: HFTa
         prepare(settings(source), bare, tmp_path)
 
 
-def test_altered_or_missing_files_are_refused(source: Path, tmp_path: Path) -> None:
-    data = prepare(settings(source, regenerate=False), tiny_tokenizer(), tmp_path / "data")
-    tokens = data.folder / "tokens.safetensors"
-    content = bytearray(tokens.read_bytes())
-    content[-1] ^= 1
-    tokens.write_bytes(content)
-    with pytest.raises(DataError, match="checksum differs"):
-        load_prepared(data.folder)
-    tokens.unlink()
-    with pytest.raises(DataError, match="cannot be read"):
-        load_prepared(data.folder)
-    (data.folder / "manifest.json").write_text("{}")
-    with pytest.raises(DataError, match="not prepared data of format"):
-        load_prepared(data.folder)
-    (data.folder / "manifest.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read"):
-        load_prepared(data.folder)
-
-
-def test_a_failed_save_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
-        with pytest.raises(DataError, match=r"^data\.cache_dir: the prepared data cannot be saved.*No space left"):
-            prepare(settings(source, regenerate=False), tiny_tokenizer(), tmp_path / "data")
-    assert list((tmp_path / "data").iterdir()) == []
-    assert len(prepare(settings(source, regenerate=False), tiny_tokenizer(), tmp_path / "data")) == 2
-
-
 def test_data_prepared_meanwhile_by_another_run_stays(source: Path, tmp_path: Path) -> None:
     data = prepare(settings(source, regenerate=False), tiny_tokenizer(), tmp_path / "data")
     again = save_prepared(data.folder, data.rows([0]), {"identity": {}})
@@ -228,8 +201,7 @@ def test_two_processes_prepare_one_data_set(
     for thread in threads:
         thread.join(60)
     assert made[0].folder == made[1].folder
-    assert torch.equal(made[0].input_ids, alone.input_ids)
-    assert torch.equal(made[1].loss_mask, alone.loss_mask)
+    assert list(made[0]) == list(made[1]) == list(alone)
     assert len(list((tmp_path / "two").glob("answers-*/rank-*.jsonl"))) == 2
 
 
@@ -245,11 +217,22 @@ def test_token_counts_are_of_supervised_tokens(source: Path, tmp_path: Path) -> 
     data = prepare(settings(source, regenerate=False), tokenizer, tmp_path / "data")
     counts = token_counts(data, 97)
     assert counts.shape == (97,)
-    assert int(counts.sum()) == int(data.loss_mask.sum())
+    assert int(counts.sum()) == supervised(data)
     assert counts[tokenizer.eos_token_id] == 3
     assert counts[tokenizer.bos_token_id] == 0
     with pytest.raises(DataError, match="the target has 50"):
         token_counts(data, 50)
+
+
+def test_counts_with_one_row_in_ten_left_out(tmp_path: Path) -> None:
+    rows = [TokenRow([i, i + 1], [False, True]) for i in range(21)]
+    data = save_prepared(tmp_path / "data", rows, {"identity": {"x": 1}})
+    counts = held_out_counts(data, 97)
+    assert counts is not None
+    kept, held = counts
+    assert held.nonzero().flatten().tolist() == [1, 11, 21]
+    assert (kept + held).tolist() == token_counts(data, 97).tolist()
+    assert held_out_counts(save_prepared(tmp_path / "few", rows[:9], {"identity": {"x": 1}}), 97) is None
 
 
 def test_length_histogram() -> None:
