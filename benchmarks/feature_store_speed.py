@@ -24,12 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from specdraft.core.types import FeatureRequest, TokenBatch
+from specdraft.core.types import FeatureRequest, Features, TokenBatch
 from specdraft.data._features_config import PRECISIONS
 from specdraft.data.batching import BatchPlan, collate
 from specdraft.data.chat import TokenRow
@@ -60,6 +59,7 @@ class Setting:
         self.manifest = data.manifest
         self.rows: list[TokenRow] = data.rows(range(min(args.rows, len(data))))
         self.counts = token_counts(data, self.target.spec.vocab_size)
+        self._captured: dict[FeatureRequest, list[tuple[TokenBatch, Features]]] = {}
         self.plan = BatchPlan(lengths=[len(row.input_ids) for row in self.rows], batch_size=BATCH_ROWS)
 
     def head(self, kind: str) -> DraftHead:
@@ -81,32 +81,28 @@ class Setting:
         places = [place for row in micro_batch for place in row]
         return collate(self.of(places), 0, places, [len(row) for row in micro_batch])
 
+    def captured(self, request: FeatureRequest) -> list[tuple[TokenBatch, Features]]:
+        """The batches of the first epoch with the target's states, captured once."""
+        if request not in self._captured:
+            batches = [self.tokens(batch) for step in self.plan.epoch(0) for batch in step]
+            self._captured[request] = [(tokens, self.target.capture(tokens, request)) for tokens in batches]
+        return self._captured[request]
+
     def store(self, folder: Path, request: FeatureRequest, precision: str) -> tuple[FeatureStore, float]:
-        """A filled store, and the seconds that filling it took beside the target's forward."""
+        """A filled store, and the seconds that filling it took, without the target's forward."""
         identity = store_identity(
             self.target.spec, self.target.dtype, request, precision, self.manifest, len(self.rows)
         )
+        captured = self.captured(request)
+        begin = time.perf_counter()
         writer = FeatureWriter(folder, identity, shard_bytes=SHARD_BYTES)
         store = FeatureStore(folder, identity, self.target.dtype)
-        batches = [batch for step in self.plan.epoch(0) for batch in step]
-        captured = [self.target.capture(self.tokens(batch), request) for batch in batches[:WARM]]
-        del captured
-        spent = 0.0
-        for batch in batches:
-            tokens = self.tokens(batch)
-            features = self.target.capture(tokens, request)
-            writer.wait()  # so that the thread does not work while the target runs
-            begin = time.perf_counter()
+        for tokens, features in captured:
             writer.add_batch(tokens, features, store)
-            writer.wait()
-            spent += time.perf_counter() - begin
-        begin = time.perf_counter()
         writer.close()
+        spent = time.perf_counter() - begin
         store.refresh()
-        return store, spent + time.perf_counter() - begin
-
-
-WARM = 1
+        return store, spent
 
 
 def forget(paths: list[Path]) -> None:
@@ -267,7 +263,6 @@ def measure_precision(args: argparse.Namespace) -> None:
         for step in setting.plan.epoch(epoch):
             batches += [own for batch in step if (own := [row for row in batch if row[0] in kept])]
         epoch += 1
-    order_of: Callable[[str], None] = lambda text: print(text, flush=True)  # noqa: E731
     for precision in ("online", *PRECISIONS):
         head = setting.head(args.head)
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
@@ -277,7 +272,7 @@ def measure_precision(args: argparse.Namespace) -> None:
             memory = FeatureMemory(setting.target, head.features(), 0)
             fit(setting, head, memory, batches[: args.steps], rows)
             found = [round(value, 4) for value in agreement(setting, head, held_out)]
-            order_of(json.dumps({"precision": precision, "steps": args.steps, "agreement": found}))
+            print(json.dumps({"precision": precision, "steps": args.steps, "agreement": found}), flush=True)
 
 
 def main() -> None:

@@ -18,18 +18,23 @@ def run(cfg: PrepareRun) -> None:
     """
     from rich.console import Console
 
+    from specdraft.cli.answers import answer_writer, needs_target
+    from specdraft.cli.stored import write_features
     from specdraft.cli.train import data_lines
     from specdraft.data.prepare import prepare
     from specdraft.targets.hf import load_target
     from specdraft.targets.loading import load_tokenizer
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    start = time.perf_counter()
-    source = load_target(cfg.target) if cfg.data.regenerate else load_tokenizer(cfg.target)
-    data = prepare(cfg.data, source, cfg.data_dir, rank=rank, world_size=world_size)
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
+    start = time.perf_counter()
+    target = load_target(cfg.target) if needs_target(cfg) else None
+    source = target or load_tokenizer(cfg.target)
+    writer = answer_writer(cfg, target, world_size)
+    data = prepare(cfg.data, source, cfg.data_dir, rank=rank, world_size=world_size, make_writer=writer)
     for line in data_lines(data.manifest):
         console.print(line, markup=False)
     lengths = ", ".join(f"{length}: {count}" for length, count in data.manifest["length_histogram"].items())
     console.print(f"data: rows by tokens: {lengths}", markup=False)
     console.print(f"data: {data.folder} ({time.perf_counter() - start:.0f} s)", markup=False)
+    write_features(cfg, source, data, console, rank=rank, world_size=world_size)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from specdraft.config.schema import ExperimentRun
 from specdraft.core.errors import ConfigError
+from specdraft.data._answers_config import FREE as ANSWERS_FREE
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from rich.console import Console
 
+    from specdraft.data.batching import BatchPlan
     from specdraft.data.prepared import PreparedData
     from specdraft.heads.base import DraftHead
     from specdraft.targets.hf import HFTarget
@@ -86,12 +88,10 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
     """Everything the loop needs, the same on every rank, and the target."""
     from accelerate.utils import set_seed
 
-    from specdraft.data.batching import BatchPlan
+    from specdraft.cli.stored import load_both, open_store
     from specdraft.data.chat import pad_token_id
-    from specdraft.data.prepare import prepare
     from specdraft.heads.storage import check_source_kind
     from specdraft.losses.objectives import Objective
-    from specdraft.targets.hf import load_target
     from specdraft.train.inputs import TrainInputs
     from specdraft.train.joint import Alone, Joint, check_processes
     from specdraft.train.trackers import build_tracker
@@ -103,25 +103,16 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
     if cfg.adapter.rank is not None:
         check_processes(world_size)
         settings = replace(settings, pack_weights=False)  # packed weights take no adapter
-    target = load_target(settings)
-    data = prepare(cfg.data, target, cfg.data_dir, rank=rank, world_size=world_size)
+    target, data = load_both(cfg, settings, accelerator)
     for line in data_lines(data.manifest):
         console.print(line, markup=False)
     set_seed(cfg.seed)  # the same first weights on every rank
     head = build_head(cfg, target, data, console)
-    plan = BatchPlan(
-        lengths=data.lengths,
-        batch_size=cfg.data.batch_size,
-        accumulation_steps=cfg.trainer.accumulation_steps,
-        world_size=world_size,
-        rank=rank,
-        seed=cfg.data.seed,
-        bucket=cfg.data.bucket,
-        capacity=cfg.data.max_length if cfg.data.packing else None,
-    )
+    plan = batch_plan(cfg, data, rank, world_size)
     console.print(
         f"batches: {plan.num_steps(0):,} steps an epoch, {plan.padding_share():.1%} of their positions padding"
     )
+    store = open_store(cfg, target, data, accelerator, console)
     # After the head is initialised from the target's plain layers.
     joint = Alone() if cfg.adapter.rank is None else Joint(target, cfg.adapter)
     assert target.tokenizer is not None
@@ -142,9 +133,26 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
         seed=cfg.seed,
         resume=cfg.resume,
         joint=joint,
+        store=store,
         evaluate=acceptance(cfg, target, head),
     )
     return inputs, target
+
+
+def batch_plan(cfg: ExperimentRun, data: PreparedData, rank: int, world_size: int) -> BatchPlan:
+    """Which rows meet in which batch, in training and where their features are stored before it."""
+    from specdraft.data.batching import BatchPlan
+
+    return BatchPlan(
+        lengths=data.lengths,
+        batch_size=cfg.data.batch_size,
+        accumulation_steps=cfg.trainer.accumulation_steps,
+        world_size=world_size,
+        rank=rank,
+        seed=cfg.data.seed,
+        bucket=cfg.data.bucket,
+        capacity=cfg.data.max_length if cfg.data.packing else None,
+    )
 
 
 def build_head(cfg: ExperimentRun, target: HFTarget, data: PreparedData, console: Console) -> DraftHead:
@@ -218,13 +226,16 @@ def data_lines(manifest: dict[str, Any]) -> list[str]:
 def provenance(cfg: ExperimentRun, manifest: dict[str, Any]) -> dict[str, Any]:
     """What a saved head says of its training. It may be published, so folders of this machine are left out."""
     sources = [Path(source).name if Path(source.partition("#")[0]).exists() else source for source in cfg.data.sources]
+    free = {key.rpartition(".")[2] for key in ANSWERS_FREE}  # addresses among them
+    answers = {key: value for key, value in asdict(cfg.data.answers).items() if key not in free}
     counts = ("num_rows", "num_tokens", "num_supervised_tokens", "responses")
     return {
         "name": cfg.name,
         "seed": cfg.seed,
         "data": {key: manifest[key] for key in counts},
         "settings": {
-            "data": asdict(cfg.data) | {"sources": sources, "cache_dir": None},
+            "data": asdict(cfg.data) | {"sources": sources, "cache_dir": None, "answers": answers},
+            "features": {"mode": cfg.features.mode, "precision": cfg.features.precision},
             "loss": asdict(cfg.loss),
             "optim": asdict(cfg.optim),
             "trainer": asdict(cfg.trainer),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specdraft.config.experiment import MISSING
 from specdraft.config.paths import check_name, check_output
 from specdraft.core.errors import ConfigError
+from specdraft.data._answers_config import FREE as ANSWERS_FREE
 
 if TYPE_CHECKING:
     from specdraft.config.experiment import PipelineRun
@@ -227,8 +228,10 @@ def settings_of_training(run: CompareRun, found: PipelineRun) -> dict[str, Any]:
 
     ``found``: as ``head_runs`` gives it, before its size is fitted.
     """
-    groups = ("seed", "target", "head", "adapter", "data", "loss", "optim", "trainer")
-    free = ("data.cache_dir", "data.generate_batch_size", "trainer.log_every", "trainer.keep_checkpoints")
+    groups = ("seed", "target", "head", "adapter", "data", "features", "loss", "optim", "trainer")
+    free: tuple[str, ...] = ("data.cache_dir", "data.generate_batch_size", "trainer.log_every", "trainer.keep_checkpoints")
+    free = (*free, "features.dir", "features.budget_gib", "features.shard_mib")
+    free = (*free, *ANSWERS_FREE)
     size = {"compare.value": run.compare.value} if run.compare.budget == "parameters" else {}
     return size | {k: v for k, v in _flat(asdict(found)) if k.partition(".")[0] in groups and k not in free}
 

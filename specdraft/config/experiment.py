@@ -8,6 +8,7 @@ from pathlib import Path
 from specdraft.config.paths import check_name
 from specdraft.core.errors import ConfigError
 from specdraft.data._config import DataConfig
+from specdraft.data._features_config import FeaturesConfig
 from specdraft.decode._config import DecodeConfig
 from specdraft.eval._config import EvalConfig
 from specdraft.heads._config import HeadConfig
@@ -42,6 +43,8 @@ class ExperimentRun:
     """An adapter on the target that is trained with the head; by default none."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training conversations."""
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    """Where the target's hidden states come from."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The training loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -94,6 +97,11 @@ class ExperimentRun:
             raise ConfigError(
                 "trainer.feature_memory_gib: the features change with the adapter, got "
                 f"{self.trainer.feature_memory_gib} with adapter.rank={rank}; use 0"
+            )
+        if self.features.mode != "online":
+            raise ConfigError(
+                f"features.mode: the features change with the adapter, got {self.features.mode} with adapter.rank={rank}; "
+                "use features=online"
             )
         if self.trainer.ema_decay is not None:
             raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.core.errors import ConfigError
+from specdraft.data._answers_config import FREE as ANSWERS_FREE
 from specdraft.train.checkpoint import newest_settings
 
 FIXED = (
@@ -22,7 +23,17 @@ FIXED = (
     "trainer.warm_start",
 )
 """Settings, or groups of them, without which a checkpoint means something else."""
-FREE = ("data.cache_dir", "data.generate_batch_size", "data.batch_size", "resume", "output_dir")
+FREE = (
+    "data.cache_dir",
+    "features.dir",
+    "features.budget_gib",
+    "features.shard_mib",
+    "data.generate_batch_size",
+    "data.batch_size",
+    "resume",
+    "output_dir",
+    *ANSWERS_FREE,
+)
 """Settings that are free all the same, or compared elsewhere (rows per step are, whatever they are made of)."""
 
 
