@@ -14,9 +14,9 @@ from specdraft.data import prepare as module
 from specdraft.data._config import DataConfig
 from specdraft.data.assemble import length_histogram
 from specdraft.data.batching import BatchPlan, collate
-from specdraft.data.chat import ChatRenderer, TokenRow
+from specdraft.data.chat import ChatRenderer
 from specdraft.data.prepare import prepare
-from specdraft.data.prepared import PreparedData, held_out_counts, load_prepared, save_prepared, token_counts
+from specdraft.data.prepared import PreparedData, load_prepared, save_prepared, token_counts
 from specdraft.targets.hf import HFTarget
 from tests.tiny import tiny_target, tiny_tokenizer
 from tests.unit import data_helpers as h
@@ -222,17 +222,6 @@ def test_token_counts_are_of_supervised_tokens(source: Path, tmp_path: Path) -> 
     assert counts[tokenizer.bos_token_id] == 0
     with pytest.raises(DataError, match="the target has 50"):
         token_counts(data, 50)
-
-
-def test_counts_with_one_row_in_ten_left_out(tmp_path: Path) -> None:
-    rows = [TokenRow([i, i + 1], [False, True]) for i in range(21)]
-    data = save_prepared(tmp_path / "data", rows, {"identity": {"x": 1}})
-    counts = held_out_counts(data, 97)
-    assert counts is not None
-    kept, held = counts
-    assert held.nonzero().flatten().tolist() == [1, 11, 21]
-    assert (kept + held).tolist() == token_counts(data, 97).tolist()
-    assert held_out_counts(save_prepared(tmp_path / "few", rows[:9], {"identity": {"x": 1}}), 97) is None
 
 
 def test_length_histogram() -> None:

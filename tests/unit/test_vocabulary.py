@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdraft.core.errors import CheckpointError, ConfigError
-from specdraft.data.chat import ChatRenderer
-from specdraft.data.prepared import PreparedData, held_out_counts
+from specdraft.data.chat import ChatRenderer, TokenRow
+from specdraft.data.prepared import PreparedData, held_out_counts, save_prepared
 from specdraft.heads._config import HeadConfig
 from specdraft.heads._vocab import coverage, size_for_coverage
 from specdraft.heads.base import DraftHead
@@ -18,6 +20,7 @@ from specdraft.train.vocabulary import choose_vocabulary
 from tests.support import SPEC, make_head, world
 from tests.tiny import tiny_tokenizer
 
+Prepare = Callable[[list[list[int]]], PreparedData]
 COUNTS = torch.tensor([0, 50, 0, 30, 15, 4, 1])
 
 
@@ -47,19 +50,19 @@ def test_sizes_are_rounded_up_and_fit_the_target() -> None:
         size_for_coverage(torch.zeros(5, dtype=torch.int64), 0.9)
 
 
-def prepared(rows: list[list[int]], masked: int = 1) -> PreparedData:
-    """Rows whose first ``masked`` tokens are not supervised."""
-    lengths = torch.tensor([len(row) for row in rows])
-    return PreparedData(
-        Path("nowhere"),
-        {},
-        torch.tensor([token for row in rows for token in row], dtype=torch.int32),
-        torch.tensor([place >= masked for row in rows for place in range(len(row))]),
-        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-    )
+@pytest.fixture
+def prepared(tmp_path: Path) -> Prepare:
+    """Makes a data set of rows whose first token is not supervised."""
+    numbers = count()
+
+    def make(rows: list[list[int]]) -> PreparedData:
+        made = [TokenRow(row, [place >= 1 for place in range(len(row))]) for row in rows]
+        return save_prepared(tmp_path / str(next(numbers)), made, {"identity": {"test": True}})
+
+    return make
 
 
-def test_a_tenth_of_the_rows_is_left_out() -> None:
+def test_a_tenth_of_the_rows_is_left_out(prepared: Prepare) -> None:
     data = prepared([[9, row, row] for row in range(20)])
     split = held_out_counts(data, SPEC.vocab_size)
     assert split is not None
@@ -69,7 +72,7 @@ def test_a_tenth_of_the_rows_is_left_out() -> None:
     assert held_out_counts(prepared([[9, 1]] * 9), SPEC.vocab_size) is None
 
 
-def test_what_is_chosen_and_reported() -> None:
+def test_what_is_chosen_and_reported(prepared: Prepare) -> None:
     """Row i holds token 20 + i three times; rows 0 and 10 are the tenth, whose tokens the others do not know."""
     data = prepared([[9, *[20 + row] * 3, 5] for row in range(20)])
     config = HeadConfig(kind="medusa", draft_vocab_size=10)
