@@ -7,19 +7,12 @@ from typing import TYPE_CHECKING
 from specdraft.config.schema import DoctorRun
 
 if TYPE_CHECKING:
-    from specdraft.data.preview import Check
     from specdraft.decode.proposers import HeadProposer
-    from specdraft.eval.lossless import ChiSquare, GreedyIdentity
+    from specdraft.doctor.findings import Finding
     from specdraft.targets.hf import HFTarget
 
-LEAST_PVALUE = 1e-3
-"""Below it, chance does not explain the difference of two laws."""
-NEAR_TIE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
-"""By dtype: two best logits that are no further apart may change places when the same numbers are added in another order."""
-SHOWN_DIFFERENCES = 5
 
-
-def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Check]:
+def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Finding]:
     """Greedy identity with transformers over ``rows`` prompts, and a chi-square test of every lossless verifier.
 
     The prompts are continued one by one and as a batch. Verifiers of drawn drafts are tested where drafts are drawn.
@@ -28,9 +21,10 @@ def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Check]:
         ConfigError, CheckpointError, DataError: see the messages.
     """
     from specdraft.data.chat import ChatRenderer
-    from specdraft.data.preview import Check
     from specdraft.decode._sampling_config import SamplingConfig
     from specdraft.decode.engine import SpeculativeDecoder
+    from specdraft.doctor.findings import Finding
+    from specdraft.doctor.verdicts import NEAR_TIE, greedy_verdict, sampling_verdict
     from specdraft.eval.lossless import check_greedy, check_sampling, greedy_texts
     from specdraft.eval.prompts import load_sets
 
@@ -43,17 +37,17 @@ def lossless_checks(cfg: DoctorRun, target: HFTarget) -> list[Check]:
     decoder = SpeculativeDecoder(target, proposer)
     answers = greedy_texts(target, prompts, cfg.decode.max_new_tokens)
     near_tie = NEAR_TIE[str(target.dtype).removeprefix("torch.")]
-    checks = [Check("greedy", *greedy_verdict(check_greedy(decoder, prompts, answers), near_tie))]
+    checks = [Finding("greedy", *greedy_verdict(check_greedy(decoder, prompts, answers), near_tie))]
     if len(prompts) > 1:
         together = check_greedy(decoder, prompts, answers, together=True)
-        checks.append(Check(f"greedy, batch of {len(prompts)}", *greedy_verdict(together, near_tie)))
+        checks.append(Finding(f"greedy, batch of {len(prompts)}", *greedy_verdict(together, near_tie)))
     verifiers = ["point_mass"]
     if proposer.draws:
         verifiers = ["speculative_sampling", *verifiers, *(["block"] if proposer.tree.is_chain else [])]
     for verifier in verifiers:
         settings = SamplingConfig(temperature=1.0, top_p=0.9, verifier=verifier, seed=cfg.seed)
         found = check_sampling(target, decoder, prompts[0], settings, cfg.samples)
-        checks.append(Check(verifier, *sampling_verdict(found)))
+        checks.append(Finding(verifier, *sampling_verdict(found)))
     return checks
 
 
@@ -78,32 +72,3 @@ def checked_proposer(cfg: DoctorRun, target: HFTarget) -> HeadProposer:
         head.init_from_target(target.embed, target.unembedding)
     tree = draft_tree(cfg.decode, head.config.num_draft_tokens)
     return HeadProposer(head.eval().requires_grad_(False), target, tree, cfg.decode.min_confidence)
-
-
-def greedy_verdict(found: GreedyIdentity, near_tie: float) -> tuple[str, str]:
-    """Verdict and detail of the greedy check. near_tie: distance of two logits that rounding explains."""
-    text = f"{found.identical} of {found.num_prompts} answers are those of transformers"
-    worst = found.worst()
-    if worst is not None:
-        shown = sorted(found.differences, key=lambda one: -one.margin)[:SHOWN_DIFFERENCES]
-        places = ", ".join(f"prompt {one.prompt} from token {one.place} ({one.margin:.2e})" for one in shown)
-        rest = len(found.differences) - len(shown)
-        text += f"; first differences, with the distance of the two best logits there: {places}"
-        text += f" and {rest} more" if rest else ""
-        if worst.margin > near_tie:
-            return "fault", f"{text}; above {near_tie:g} no near tie explains it"
-        return "warning", f"{text}; up to {near_tie:g} they are near ties, which rounding decides"
-    if not found.accepted:
-        return "warning", f"{text}, but no draft was accepted, which shows little; name a trained head"
-    return "ok", f"{text}, with {found.accepted} drafted tokens accepted"
-
-
-def sampling_verdict(found: ChiSquare) -> tuple[str, str]:
-    """Verdict and detail of a chi-square test."""
-    text = (
-        f"{found.samples} answers at temperature 1, top_p 0.9: chi-square {found.statistic:.1f} over {found.cells} cells, "
-        f"p = {found.pvalue:.3f}, {found.accepted} drafted tokens accepted"
-    )
-    if found.pvalue < LEAST_PVALUE:
-        return "fault", f"{text}; the law of the text is not the target's"
-    return ("ok", text) if found.accepted and found.cells > 1 else ("warning", f"{text}; too few to show anything")

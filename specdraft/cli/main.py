@@ -14,7 +14,8 @@ import specdraft
 from specdraft.core.errors import ConfigError, SpecDraftError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("doctor", "check target, chat template, masks and head before a long run"),
+    "plan": ("plan", "say what a run will take: disk, memory, steps and time, here and on named GPUs"),
+    "doctor": ("doctor", "check target, data, masks and head before a long run"),
     "prepare": ("prepare", "render the training conversations, answered by the target itself"),
     "train": ("train", "train a draft head"),
     "eval": ("evaluate", "measure acceptance, speed and unchanged output of a head"),

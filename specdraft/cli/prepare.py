@@ -19,6 +19,7 @@ def run(cfg: PrepareRun) -> None:
     from rich.console import Console
 
     from specdraft.cli.answers import answer_writer, needs_target
+    from specdraft.cli.plan import announce
     from specdraft.cli.stored import write_features
     from specdraft.cli.train import data_lines
     from specdraft.data.prepare import prepare
@@ -27,6 +28,8 @@ def run(cfg: PrepareRun) -> None:
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
+    if rank == 0:
+        announce(cfg, console, world_size)
     start = time.perf_counter()
     target = load_target(cfg.target) if needs_target(cfg) else None
     source = target or load_tokenizer(cfg.target)

@@ -42,6 +42,7 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     """
     from rich.console import Console
 
+    from specdraft.cli.plan import announce
     from specdraft.config.paths import check_output
     from specdraft.config.store import save_resolved
     from specdraft.eval.environment import environment
@@ -67,6 +68,7 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
         changed = on_main(accelerator, lambda: compare_with_checkpoint(cfg.folder, asdict(cfg)))
         if changed:
             console.print(changed, markup=False)
+    on_main(accelerator, lambda: announce(cfg, console, accelerator.num_processes))
     inputs, target = assemble(cfg, accelerator, console)
 
     def describe() -> None:
@@ -84,8 +86,13 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     return result
 
 
-def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> tuple[TrainInputs, HFTarget]:
-    """Everything the loop needs, the same on every rank, and the target."""
+def assemble(
+    cfg: ExperimentRun,
+    accelerator: Accelerator,
+    console: Console,
+    loaded: tuple[HFTarget, PreparedData] | None = None,
+) -> tuple[TrainInputs, HFTarget]:
+    """Everything the loop needs, the same on every rank, and the target. ``loaded``: target and data that are there."""
     from accelerate.utils import set_seed
 
     from specdraft.cli.stored import load_both, open_store
@@ -103,7 +110,7 @@ def assemble(cfg: ExperimentRun, accelerator: Accelerator, console: Console) -> 
     if cfg.adapter.rank is not None:
         check_processes(world_size)
         settings = replace(settings, pack_weights=False)  # packed weights take no adapter
-    target, data = load_both(cfg, settings, accelerator)
+    target, data = loaded or load_both(cfg, settings, accelerator)
     for line in data_lines(data.manifest):
         console.print(line, markup=False)
     set_seed(cfg.seed)  # the same first weights on every rank

@@ -25,7 +25,7 @@ MISSING = "???"
 
 @dataclass(slots=True, kw_only=True)
 class ExperimentRun:
-    """What prepare, train, doctor and run share: one experiment file configures all four."""
+    """What plan, doctor, prepare, train and run share: one experiment file configures them all."""
 
     name: str = MISSING
     """Folder of the run under output_dir."""
@@ -177,32 +177,3 @@ class TrainRun(ExperimentRun):
 @dataclass(slots=True, kw_only=True)
 class PipelineRun(ExperimentRun):
     """Prepares, trains, measures the best head and prints the result."""
-
-
-@dataclass(slots=True, kw_only=True)
-class DoctorRun(ExperimentRun):
-    """Checks target, template, masks and head before a long run, or that decoding is lossless; writes nothing."""
-
-    examples: int = 1
-    """Rendered conversations that are shown."""
-    rows: int = 8
-    """Conversations that are rendered and checked."""
-    check: str = "setup"
-    """setup = all of the above; lossless = that drafts leave the text alone, on the prompts of `eval`."""
-    trained: str | None = None
-    """Of check=lossless: folder or Hub id of a trained head; null = an untrained one of the settings of `head`."""
-    samples: int = 200
-    """Of check=lossless: answers that are drawn for each way of verifying."""
-
-    def __post_init__(self) -> None:
-        ExperimentRun.__post_init__(self)
-        if self.check not in ("setup", "lossless"):
-            raise ConfigError(f"check: unknown, got {self.check!r}; use setup or lossless")
-        if self.trained is not None and self.check != "lossless":
-            raise ConfigError(f"trained: has no effect with check={self.check}, got {self.trained}; set check=lossless")
-        if self.samples < 50:
-            raise ConfigError(f"samples: too few for a test, got {self.samples}; use at least 50")
-        if self.rows < 1:
-            raise ConfigError(f"rows: must be at least 1, got {self.rows}; use e.g. 8")
-        if not 0 <= self.examples <= self.rows:
-            raise ConfigError(f"examples: must lie in 0..rows ({self.rows}), got {self.examples}; use 1")

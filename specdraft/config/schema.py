@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdraft.config.comparison import CompareRun
+from specdraft.config.doctor import DoctorRun, PlanRun
 from specdraft.config.experiment import (
     FROM_HEAD,
     MISSING,
-    DoctorRun,
     ExperimentRun,
     PipelineRun,
     PrepareRun,
@@ -35,6 +35,7 @@ __all__ = [
     "ExportRun",
     "GenerateRun",
     "PipelineRun",
+    "PlanRun",
     "PrepareRun",
     "TrainRun",
     "TuneRun",
@@ -235,6 +236,7 @@ def check_sampling(sampling: SamplingConfig, decode: DecodeConfig) -> None:
 
 
 RUNS: dict[str, type] = {
+    "plan": PlanRun,
     "doctor": DoctorRun,
     "prepare": PrepareRun,
     "train": TrainRun,

@@ -24,9 +24,12 @@ def target_spec(
     name: str,
     revision: str | None,
     eos_token_ids: tuple[int, ...],
-    read: Callable[[Tensor], Tensor] = Tensor.detach,
+    read: Callable[[Tensor], Tensor] | None = Tensor.detach,
 ) -> TargetSpec:
-    """The record of sizes and identity that heads are built from. ``read``: see ``fingerprint``."""
+    """The record of sizes and identity that heads are built from.
+
+    ``read``: see ``fingerprint``; None where only sizes are asked for and no weights are at hand: then there is none.
+    """
     config = text_config(model.config)
 
     def first(*names: str, default: Any) -> Any:
@@ -51,7 +54,7 @@ def target_spec(
         hidden_act=first("hidden_act", "hidden_activation", "activation_function", default="silu"),
         rope_parameters=rope_parameters(config),
         eos_token_ids=eos_token_ids,
-        fingerprint=fingerprint(config, layout, read),
+        fingerprint="" if read is None else fingerprint(config, layout, read),
     )
 
 

@@ -66,29 +66,55 @@ def test_prepare_writes_once_and_reports(workspace: Path, tmp_path: Path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
 
 
+DOCTOR = ["doctor", "head=medusa", "head.num_draft_tokens=2", "loss=hard_ce", "optim.lr=2e-2", "data.regenerate=true"]
+"""With answers of the target, and a head that learns them by heart in a second."""
+
+
 def test_doctor_shows_rows_and_checks(
     workspace: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert main(["doctor", *experiment_words(workspace), "head=medusa", "examples=2"]) == 0
+    words = [*DOCTOR, *experiment_words(workspace)[:4], *experiment_words(workspace)[5:]]
+    assert main([*words, "examples=2", "html=page.html", "json=found.json"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "I like apples, and fish too.<|im_end|>" in out
+    assert "Do you like apples?<|im_end|>" in out
     assert "supervised, " in out
-    for check in ("target", "supervised share", "BOS", "end of turn", "dropped rows none", "head medusa:", "decoding"):
+    for check in ("target", "supervised share", "BOS", "mask position", "dropped rows none", "overfit", "export"):
         assert f"ok {check}" in out
     assert "fault" not in out
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "page.html"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["counts"]["fault"] == 0
+    assert len(found["findings"]) == sum(found["counts"].values())
+    assert "<title>specdraft doctor: " in (tmp_path / "page.html").read_text()
 
 
-def test_doctor_fails_on_a_fault(workspace: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that are all taken, right or wrong, change the text."""
-    monkeypatch.setattr(
-        "specdraft.decode.judge.accept_greedy", lambda _, tokens, __: tokens.new_tensor(len(tokens) - 1)
-    )
+def test_doctor_fails_on_a_fault_and_writes_json_alone(workspace: Path, tmp_path: Path, capsys: Captured) -> None:
+    """The prompts that measure the head are those that train it."""
+    words = [*DOCTOR, *experiment_words(workspace)[:4], *experiment_words(workspace)[5:]]
+    lines = [
+        json.dumps({"prompt": f"Tell me, please, about {i} of the many things that we saw there."}) for i in range(4)
+    ]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    words = [*words, "data.sources=[own.jsonl]", "eval.prompts=[own.jsonl]", "only=[masks, leak]", "json=-"]
     with pytest.raises(SystemExit) as left:
-        main(["doctor", *experiment_words(workspace), "head=medusa", "examples=0"])
+        main(words)
     assert left.value.code == 1
-    assert re.search(r"fault\s+decoding\s+the untrained head changes the text", capsys.readouterr().out)
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert {one["name"] for one in found["findings"] if one["verdict"] == "fault"} == {"leak: own"}
+    assert {one["check"] for one in found["findings"]} == {"masks", "leak"}
+    assert "data.held_out=[own.jsonl]" in captured.err
+    assert main([*words, "data.held_out=[own.jsonl]"]) == 2  # nothing is left to train on
+    assert main([*DOCTOR, "only=[lek]", *experiment_words(workspace)[:2]]) == 2
+    assert "only: no such check, got 'lek'; use template, " in capsys.readouterr().err
+
+
+def test_doctor_lists_its_checks(capsys: Captured) -> None:
+    assert main(["doctor", "check=list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("template            The prompt that decoding starts from")
+    assert len(lines) > 15
 
 
 @pytest.mark.parametrize("template", [True, False])

@@ -37,7 +37,7 @@ TABLE = [
     ("trian name=x", "command: no such command, got trian; did you mean train?"),
     (
         "xyz",
-        "command: no such command, got xyz; use one of doctor, prepare, train, eval, tune, generate, export, import, run",
+        "command: no such command, got xyz; use one of plan, doctor, prepare, train, eval, tune, generate, export, import, run",
     ),
     (
         "train smollm2_eagle",
@@ -162,7 +162,13 @@ TABLE = [
     ),
     ("train name=x target.name=from_head", "target.name: there is no trained head yet, got 'from_head'"),
     ("doctor rows=0", "rows: must be at least 1, got 0"),
-    ("doctor examples=9", "examples: must lie in 0..rows (8), got 9"),
+    ("doctor examples=17", "examples: must lie in 0..rows (16), got 17"),
+    ("doctor only=[masks] skip=[leak]", "skip: contradicts only (['masks']), got ['leak']; give one of them"),
+    ("doctor check=lossless html=x.html", "html: has no effect with check=lossless, got x.html; use check=setup"),
+    ("doctor html=-", "html: needs a file, got -; use e.g. doctor.html"),
+    ("plan steps=2", "steps: too few to measure by, got 2; use 0 or e.g. 20"),
+    ("plan processes=0", "processes: must be at least 1, got 0"),
+    ("plan json=", "json: must not be empty, got ''; use null or plan.json"),
     ("generate prompt=hi", "target.name: there is no head to take it from, got 'from_head'; add target.name=smollm2"),
     (
         "generate prompt=hi target=smollm2 decode.show=true",

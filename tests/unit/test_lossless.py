@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdraft.cli.lossless import NEAR_TIE, greedy_verdict, sampling_verdict
 from specdraft.cli.main import main
 from specdraft.decode._sampling_config import SamplingConfig
 from specdraft.decode.batch_cache import batch_masks
 from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.decode.proposers import HeadProposer
+from specdraft.doctor.verdicts import NEAR_TIE, greedy_verdict, sampling_verdict
 from specdraft.eval.lossless import (
     ChiSquare,
     Difference,
@@ -156,7 +156,7 @@ def test_doctor_checks_a_trained_head(
     assert main([*words, "head=medusa", "decode.max_new_tokens=4"]) == 0
     torch.manual_seed(0)
     for word, message in (
-        ("check=all", "check: unknown, got 'all'; use setup or lossless"),
+        ("check=all", "check: unknown, got 'all'; use setup, lossless or list"),
         ("samples=3", "samples: too few for a test, got 3; use at least 50"),
     ):
         capsys.readouterr()
