@@ -121,10 +121,11 @@ class ExperimentRun:
     def _check_lengths(self) -> None:
         """Rules between the depth of the head, the drafts of decoding and the rows of the data."""
         depth = self.head.num_draft_tokens
-        if self.loss.step_weights is not None and len(self.loss.step_weights) != depth:
+        trained = self.head.trained_depths
+        if self.loss.step_weights is not None and len(self.loss.step_weights) != trained:
             raise ConfigError(
-                f"loss.step_weights: must be one for each of head.num_draft_tokens ({depth}), "
-                f"got {self.loss.step_weights}; give {depth} or null"
+                f"loss.step_weights: must be one for each of the {trained} depths that the head trains, "
+                f"got {self.loss.step_weights}; give {trained} or null"
             )
         if self.data.max_length < depth + 2:
             raise ConfigError(

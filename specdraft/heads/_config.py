@@ -50,6 +50,11 @@ class HeadConfig:
             )
 
     @property
+    def trained_depths(self) -> int:
+        """Depths that training predicts, the first ones of those that are drafted; each has its weight in the loss."""
+        return self.num_draft_tokens
+
+    @property
     def trains_target(self) -> bool:
         """Whether the head may be trained together with an adapter on its target."""
         return False

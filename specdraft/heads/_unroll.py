@@ -44,9 +44,9 @@ class UnrolledHead(DraftHead):
     grows = True
     detach_steps = False
 
-    def __init__(self, config: DraftLayerConfig, spec: TargetSpec, unroll_steps: int) -> None:
+    def __init__(self, config: DraftLayerConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec)
-        self.unroll_steps = unroll_steps
+        self.unroll_steps = config.trained_depths
 
     @abstractmethod
     def seed(self, features: Features) -> Tensor:

@@ -44,6 +44,11 @@ class EagleConfig(DraftLayerConfig):
         if self.input_noise < 0:
             raise ConfigError(f"head.input_noise: must not be negative, got {self.input_noise}; use 0 for none")
 
+    @property
+    def trained_depths(self) -> int:
+        """See HeadConfig."""
+        return self.unroll_steps
+
     def build(self, spec: TargetSpec) -> EagleHead:
         """A head with random layer weights."""
         return EagleHead(self, spec)
@@ -65,7 +70,7 @@ class EagleHead(UnrolledHead):
     embedding_scale: Tensor
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
-        super().__init__(config, spec, config.unroll_steps)
+        super().__init__(config, spec)
         self.input_noise, self.detach_steps = config.input_noise, config.detach_steps
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=config.fusion_bias)
         self.layer = DraftLayer(spec, config, spec.hidden_size)

@@ -43,6 +43,11 @@ class Eagle3Config(FusedLayersConfig):
                 f"got {self.unroll_steps}; use null"
             )
 
+    @property
+    def trained_depths(self) -> int:
+        """See HeadConfig."""
+        return self.unroll_steps or self.num_draft_tokens
+
     def build(self, spec: TargetSpec) -> Eagle3Head:
         """A head with random layer weights.
 
@@ -63,7 +68,7 @@ class Eagle3Head(FusedFeaturesHead, UnrolledHead):
     """
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
-        super().__init__(config, spec, config.unroll_steps or config.num_draft_tokens)
+        super().__init__(config, spec)
         self.layer_init = config.layer_init
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         self.aux_layers = config.layers_of(spec)

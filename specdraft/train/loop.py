@@ -48,7 +48,7 @@ def train(run: TrainInputs) -> TrainResult:
     head.recompute = trainer.gradient_checkpointing
     # Only the head is wrapped: the target has no gradient to exchange and is in no checkpoint.
     model, stepper = accelerator.prepare(head, optimizer)
-    teacher, meter = run.teacher(), Meter(accelerator.device, head.config.num_draft_tokens)
+    teacher, meter = run.teacher(), Meter(accelerator.device, head.config.trained_depths)
     memory = FeatureMemory(run.target, head.features(), int(trainer.feature_memory_gib * 2**30), run.store)
     with (
         closing(run.tracker),

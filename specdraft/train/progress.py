@@ -33,11 +33,12 @@ class Meter:
 
     Phases: data (collating a window), target (its forward), draft (head, loss and their backward), optimizer.
     On CUDA they are timed by events on the stream, so that the host does not wait; elsewhere by the clock.
+    num_depths: ``HeadConfig.trained_depths``.
     """
 
-    def __init__(self, device: torch.device, num_draft_tokens: int) -> None:
+    def __init__(self, device: torch.device, num_depths: int) -> None:
         self._cuda = device.type == "cuda"
-        self._zeros = StepStats.zeros(num_draft_tokens).pack().to(device)
+        self._zeros = StepStats.zeros(num_depths).pack().to(device)
         self._total = dict.fromkeys((*PHASES, "seconds", "tokens"), 0.0)
         self._reset()
 

@@ -99,7 +99,7 @@ def test_offsets_and_shapes(kind: str, settings: dict[str, object]) -> None:
     head = make_head(kind, w.spec, **settings)
     batch = draft_batch(w, head, token_batch([12, 9], [(5, 12), (4, 8)]))
     steps = head(batch, w.embed, w.unembed)
-    assert [step.offset for step in steps] == list(range(2, 2 + len(steps)))
+    assert [step.offset for step in steps] == list(range(2, 2 + head.config.trained_depths))
     assert all(step.hidden.shape[0] == batch.anchors.numel() for step in steps)
     size = settings["draft_vocab_size"] or w.spec.vocab_size
     assert {step.unembed(step.hidden).shape for step in steps} == {(batch.anchors.numel(), size)}

@@ -146,7 +146,7 @@ TABLE = [
     ),
     (
         "train name=x loss.step_weights=[1.0,0.5]",
-        "loss.step_weights: must be one for each of head.num_draft_tokens (4), got [1.0, 0.5]; give 4 or null",
+        "loss.step_weights: must be one for each of the 4 depths that the head trains, got [1.0, 0.5]; give 4 or null",
     ),
     (
         "train name=x decode.num_draft_tokens=5",

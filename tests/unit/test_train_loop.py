@@ -104,6 +104,23 @@ def test_masked_micro_batch_still_runs_backward(tmp_path: Path, kind: str) -> No
         assert not parameter.grad.any(), name
 
 
+@pytest.mark.parametrize(("kind", "trained"), [("eagle", 1), ("eagle", 2), ("eagle3", 2)])
+def test_metrics_are_those_of_the_depths_that_are_trained(tmp_path: Path, kind: str, trained: int) -> None:
+    """A head may be trained on fewer depths than it drafts; what was not trained is not reported."""
+    run = make_run(
+        tmp_path,
+        head=make_head(kind, unroll_steps=trained),
+        loss={"step_weights": [1.0] * trained},
+        trainer={"max_steps": 2, "log_every": 1},
+    )
+    assert run.head.config.num_draft_tokens > trained
+    train(run)
+    for line in metrics(tmp_path):
+        found = [name for name in line if name.startswith("agreement/")]
+        assert found == [f"agreement/{depth + 1}" for depth in range(trained)]
+        assert line["expected_acceptance_length"] <= 1 + trained
+
+
 def test_masked_step_leaves_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(tmp_path, rows=make_rows(2, masked=(0, 1)), optim={"weight_decay": 0.1})
     before = weights(run.head)
