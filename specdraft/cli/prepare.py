@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from specdraft.config.schema import PrepareRun
 
@@ -35,9 +36,22 @@ def run(cfg: PrepareRun) -> None:
     source = target or load_tokenizer(cfg.target)
     writer = answer_writer(cfg, target, world_size)
     data = prepare(cfg.data, source, cfg.data_dir, rank=rank, world_size=world_size, make_writer=writer)
-    for line in data_lines(data.manifest):
+    for line in [*source_lines(data.manifest), *data_lines(data.manifest)]:
         console.print(line, markup=False)
     lengths = ", ".join(f"{length}: {count}" for length, count in data.manifest["length_histogram"].items())
     console.print(f"data: rows by tokens: {lengths}", markup=False)
     console.print(f"data: {data.folder} ({time.perf_counter() - start:.0f} s)", markup=False)
     write_features(cfg, source, data, console, rank=rank, world_size=world_size)
+
+
+def source_lines(manifest: dict[str, Any]) -> list[str]:
+    """What was read of every source, and how many of the conversations were kept."""
+    lines = []
+    for source in manifest["sources"]:
+        commit = "" if source["revision"] is None else f" at {source['revision'][:12]}"
+        files = f" in {source['num_files']} files" if source["num_files"] > 1 else ""
+        lines.append(
+            f"data: {source['source']}{commit}: {source['num_rows']:,} rows{files}, "
+            f"{source['num_conversations']:,} conversations"
+        )
+    return [*lines, f"data: {manifest['num_conversations']:,} conversations drawn from all sources"]

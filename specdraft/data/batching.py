@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import overload
 
 import torch
 
@@ -65,47 +67,38 @@ class BatchPlan:
         """Rows of a step over all processes."""
         return self.batch_size * self.accumulation_steps * self.world_size
 
-    def epoch(self, epoch: int) -> list[list[MicroBatch]]:
+    def epoch(self, epoch: int) -> Steps:
         """What this process sees: optimizer step -> micro-batch -> rows. Every conversation comes exactly once.
 
         Every process has as many micro-batches in a step as the others. In an epoch's last step some may be
         empty (``[]``; ``collate`` makes a batch without supervision of it), so that all processes run forward
         together.
         """
-        dealt = []
-        for micro_batches in self._global_steps(epoch):
-            turns = -(-len(micro_batches) // self.world_size)
-            places = [turn * self.world_size + self.rank for turn in range(turns)]
-            dealt.append([micro_batches[i] if i < len(micro_batches) else [] for i in places])
-        return dealt
+        return replace(self._global_steps(epoch), world_size=self.world_size, rank=self.rank)
 
-    def _global_steps(self, epoch: int) -> list[list[MicroBatch]]:
+    def _global_steps(self, epoch: int) -> Steps:
         """Optimizer steps -> micro-batches -> rows, over all processes."""
         generator = random.Random(hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest())
-        order = list(range(len(self.lengths)))
-        generator.shuffle(order)
-        rows = [[place] for place in order]
+        places = array("q", range(len(self.lengths)))
+        generator.shuffle(places)
+        rows = _Rows(places)
         if self.capacity is not None:
-            rows = pack(order, self.lengths, self.capacity)
-            generator.shuffle(rows)
+            rows = _Rows.packed(places, self.lengths, self.capacity)
+            generator.shuffle(rows.order)
         step_rows = self._step_rows
+        steps = array("q")
         if self.bucket:
             # Two pools at least, so that other rows meet in every epoch of a small data set too.
             pool = step_rows * max(1, min(POOL_STEPS, len(rows) // (2 * step_rows)))
-            rows = [
-                row
-                for start in range(0, len(rows), pool)
-                for row in sorted(rows[start : start + pool], key=lambda row: sum(self.lengths[i] for i in row))
-            ]
-        steps = [rows[start : start + step_rows] for start in range(0, len(rows), step_rows)]
-        if self.bucket:
+            for start in range(0, len(rows), pool):
+                part = sorted(
+                    range(start, min(start + pool, len(rows))), key=lambda i: rows.num_tokens(i, self.lengths)
+                )
+                rows.order[start : start + pool] = array("q", (rows.order[i] for i in part))
             # Sorted pools would run from short to long; the incomplete step stays last.
-            whole = len(rows) // step_rows
-            shuffled = steps[:whole]
-            generator.shuffle(shuffled)
-            steps = [*shuffled, *steps[whole:]]
-        size = self.batch_size
-        return [[step[start : start + size] for start in range(0, len(step), size)] for step in steps]
+            steps = array("q", range(len(rows) // step_rows))
+            generator.shuffle(steps)
+        return Steps(rows=rows, order=steps, step_rows=step_rows, batch_size=self.batch_size)
 
     def steps_for(self, num_tokens: int) -> int:
         """Optimizer steps, over as many epochs as it takes, after which all processes have seen so many tokens."""
@@ -127,6 +120,84 @@ class BatchPlan:
                 sizes = [sum(self.lengths[i] for i in row) for row in rows]
                 real, padded = real + sum(sizes), padded + max(sizes) * len(sizes)
         return 1.0 - real / max(1, padded)
+
+
+class _Rows(Sequence[list[int]]):
+    """The conversations of every row, in numbers of 8 bytes: lists of a million rows would take 100 MB.
+
+    places: conversations, row after row. ends: behind each row in ``places``; None = one conversation a row. order: of the
+    rows.
+    """
+
+    def __init__(self, places: array[int], ends: array[int] | None = None) -> None:
+        self.places, self.ends = places, ends
+        self.order = places if ends is None else array("q", range(len(ends)))
+
+    @classmethod
+    def packed(cls, order: Sequence[int], lengths: Sequence[int], capacity: int) -> _Rows:
+        """Rows of several conversations."""
+        places, ends = array("q"), array("q")
+        for start in range(0, len(order), PACK_WINDOW):
+            for row in pack(order[start : start + PACK_WINDOW], lengths, capacity):
+                places.extend(row)
+                ends.append(len(places))
+        return cls(places, ends)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[list[int]]: ...
+
+    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = self.order[index]
+        if self.ends is None:
+            return [row]
+        return self.places[self.ends[row - 1] if row else 0 : self.ends[row]].tolist()
+
+    def num_tokens(self, index: int, lengths: Sequence[int]) -> int:
+        """Of a row."""
+        return sum(lengths[place] for place in self[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Sequence[list[MicroBatch]]):
+    """Optimizer steps of an epoch -> micro-batches -> rows, as one process sees them; made when they are asked for.
+
+    order: of the whole steps; the others follow as they are.
+    """
+
+    rows: _Rows
+    order: array[int]
+    step_rows: int
+    batch_size: int
+    world_size: int = 1
+    rank: int = 0
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.step_rows)
+
+    @overload
+    def __getitem__(self, index: int) -> list[MicroBatch]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[list[MicroBatch]]: ...
+
+    def __getitem__(self, index: int | slice) -> list[MicroBatch] | list[list[MicroBatch]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        number = self.order[index] if index < len(self.order) else index
+        rows = self.rows[number * self.step_rows : (number + 1) * self.step_rows]
+        micro_batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        turns = -(-len(micro_batches) // self.world_size)
+        places = [turn * self.world_size + self.rank for turn in range(turns)]
+        return [micro_batches[i] if i < len(micro_batches) else [] for i in places]
 
 
 def pack(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:

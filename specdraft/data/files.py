@@ -47,6 +47,13 @@ def find_files(source: str) -> list[Path] | None:
     return None
 
 
+def public_name(source: str) -> str:
+    """A source as others may read it: the last part of a path or glob of this machine, anything else as it is."""
+    name = source.partition("#")[0]
+    is_local = name.startswith(("/", ".", "~")) or glob.has_magic(name) or Path(name).exists()
+    return Path(name).name if is_local else source
+
+
 def _of_known_kind(path: Path, source: str) -> Path:
     if path.suffix.lower() not in FILE_SUFFIXES:
         raise DataError(f"data.sources: unknown kind of file, got {path} for {source}; use {', '.join(FILE_SUFFIXES)}")

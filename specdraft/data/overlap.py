@@ -24,12 +24,15 @@ _UNSPACED = (
 _MARKS = r"\s!-/:-@\[-`{-~\u00a1-\u00bf\u060c\u061b\u061f\u06d4\u0964\u0965\u2000-\u206f\u3000-\u303f\uff00-\uff0f"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^{_MARKS}{_UNSPACED}]+")
 
+_ASCII_WORD = re.compile(r"[a-z0-9]+")
+"""The same for text without other characters, faster."""
+
 
 def split_words(text: str) -> list[str]:
     """The words of a text without case, punctuation and compatibility forms, in any script."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    return _WORD.findall(text.casefold())
+    if text.isascii():
+        return _ASCII_WORD.findall(text.lower())
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 class HeldOut:

@@ -59,7 +59,8 @@ def windows(
 def _planned(run: TrainInputs, epoch: int, step_in_epoch: int) -> Iterator[list[MicroBatch]]:
     """Rows of every micro-batch, step by step, from a position on; without end."""
     for number in count(epoch):
-        yield from run.plan.epoch(number)[step_in_epoch if number == epoch else 0 :]
+        steps = run.plan.epoch(number)
+        yield from (steps[i] for i in range(step_in_epoch if number == epoch else 0, len(steps)))
 
 
 class Ahead(Generic[T, R]):
