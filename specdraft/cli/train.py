@@ -232,7 +232,9 @@ def data_lines(manifest: dict[str, Any]) -> list[str]:
 
 def provenance(cfg: ExperimentRun, manifest: dict[str, Any]) -> dict[str, Any]:
     """What a saved head says of its training. It may be published, so folders of this machine are left out."""
-    sources = [Path(source).name if Path(source.partition("#")[0]).exists() else source for source in cfg.data.sources]
+    from specdraft.data.files import public_name
+
+    names = {name: [public_name(source) for source in getattr(cfg.data, name)] for name in ("sources", "held_out")}
     free = {key.rpartition(".")[2] for key in ANSWERS_FREE}  # addresses among them
     answers = {key: value for key, value in asdict(cfg.data.answers).items() if key not in free}
     counts = ("num_rows", "num_tokens", "num_supervised_tokens", "responses")
@@ -241,7 +243,7 @@ def provenance(cfg: ExperimentRun, manifest: dict[str, Any]) -> dict[str, Any]:
         "seed": cfg.seed,
         "data": {key: manifest[key] for key in counts},
         "settings": {
-            "data": asdict(cfg.data) | {"sources": sources, "cache_dir": None, "answers": answers},
+            "data": asdict(cfg.data) | names | {"cache_dir": None, "answers": answers},
             "features": {"mode": cfg.features.mode, "precision": cfg.features.precision},
             "loss": asdict(cfg.loss),
             "optim": asdict(cfg.optim),
