@@ -12,8 +12,10 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
+from specdraft.core.tree import DraftTree
 from specdraft.data.batching import BatchPlan
 from specdraft.data.chat import TokenRow
+from specdraft.eval.acceptance import measure_acceptance
 from specdraft.heads.base import DraftHead, head_config
 from specdraft.losses._config import LossConfig
 from specdraft.losses.objectives import Objective
@@ -109,6 +111,17 @@ def make_run(
         resume=resume,
         evaluate=evaluate,
     )
+
+
+def acceptance(measured: Any) -> Callable[[DraftHead], EvalPoint]:
+    """Measures acceptance as training does, on two prompts."""
+
+    def evaluate(head: DraftHead) -> EvalPoint:
+        tree = DraftTree.chain(head.config.num_draft_tokens)
+        point = measure_acceptance(measured, head, [[5, 6, 7], [8, 9]], tree, 6)
+        return EvalPoint(point.acceptance_length, point.acceptance_rate, point.num_steps, point.num_tokens)
+
+    return evaluate
 
 
 def weights(head: DraftHead) -> dict[str, Tensor]:

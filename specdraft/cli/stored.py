@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from specdraft.config.schema import ExperimentRun
+from specdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from specdraft.data.chat import ChatRenderer
     from specdraft.data.feature_store import FeatureStore, StoreIdentity
     from specdraft.data.feature_writer import FeatureWriter
     from specdraft.data.features import StoredRows
@@ -94,17 +96,18 @@ def open_store(
 
 
 def load_both(cfg: ExperimentRun, settings: TargetConfig, accelerator: Accelerator) -> tuple[HFTarget, PreparedData]:
-    """The target as ``settings`` have it, and its prepared data.
+    """The target as ``settings`` have it, sharded where the launch asks for that, and its prepared data.
 
     Where the store of the run is complete and no acceptance is measured, the layers of the target are not loaded.
 
     Raises:
         ConfigError, DataError, CheckpointError, UnsupportedTargetError: see ``load_target`` and ``prepare``.
     """
-    from specdraft.cli.answers import answer_writer
+    from specdraft.cli.answers import answer_writer, needs_target
     from specdraft.data.prepare import prepare
     from specdraft.targets.ends import load_ends
     from specdraft.targets.hf import load_target
+    from specdraft.train.sharding import asks_to_shard, load_sharded
     from specdraft.train.state import on_main
 
     rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -112,11 +115,31 @@ def load_both(cfg: ExperimentRun, settings: TargetConfig, accelerator: Accelerat
     runs_nothing = cfg.features.mode == "offline" and not cfg.trainer.eval_prompts
     if runs_nothing and on_main(accelerator, lambda: _is_ready(cfg, settings)):
         target = load_ends(settings)
-    if target is None:
-        target = load_target(settings)
-    writer = answer_writer(cfg, target, world_size)
-    data = prepare(cfg.data, target, cfg.data_dir, rank=rank, world_size=world_size, make_writer=writer)
+    writes: HFTarget | None = None
+    if target is None and world_size > 1 and asks_to_shard():
+        target = sharded = load_sharded(settings, accelerator)
+        if needs_target(cfg):
+            on_main(accelerator, lambda: _need_prepared(cfg, sharded))
+            writes = target
+    else:
+        target = writes = target or load_target(settings)
+    assert target.tokenizer is not None
+    source, writer = writes or target.tokenizer, answer_writer(cfg, writes, world_size)
+    data = prepare(cfg.data, source, cfg.data_dir, rank=rank, world_size=world_size, make_writer=writer)
     return target, data
+
+
+def _need_prepared(cfg: ExperimentRun, target: HFTarget) -> None:
+    """Raises ConfigError where the data would have to be answered, or their answers checked, by a sharded target."""
+    from specdraft.data.prepare import prepare
+
+    def refuse(renderer: ChatRenderer) -> NoReturn:
+        raise ConfigError(
+            "data.regenerate: a sharded target would gather all its weights for every token of an answer, got data that are "
+            "not prepared; run specdraft prepare first, with data.answers.by=server or target.device_map=auto"
+        )
+
+    prepare(cfg.data, target, cfg.data_dir, make_writer=refuse)
 
 
 def _is_ready(cfg: ExperimentRun, settings: TargetConfig) -> bool:
@@ -201,13 +224,13 @@ def _writer(
 
 @contextmanager
 def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over micro-batches, on a terminal."""
+    """A bar over rows, on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("features"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal) as bar:
         task = bar.add_task("features", total=total)
-        yield lambda _: bar.advance(task)
+        yield lambda rows: bar.advance(task, rows)
 
 
 def _fill(
@@ -239,7 +262,7 @@ def _fill(
         barrier()
         store = FeatureStore(folder, identity, target.dtype)
         lacking = _lacking(store, counts)
-        if lacking:
+        if lacking:  # in all processes or in none
             console.print(
                 f"features: {size / GIB:.2f} GiB in {folder}; {len(lacking):,} of {len(data):,} rows to capture",
                 markup=False,
@@ -248,8 +271,8 @@ def _fill(
 
             assert target.tokenizer is not None
             plan = batch_plan(cfg, data, rank, world_size)
-            batches = [batch for step in plan.epoch(0) for batch in step]
-            with _bar(console, len(batches)) as advance:
+            batches = (batch for step in plan.epoch(0) for batch in step)
+            with _bar(console, -(-len(data) // world_size)) as advance, target.together():
                 capture_rows(target, data.rows, batches, writer, store, pad_token_id(target.tokenizer), advance)
         barrier()
         store.refresh()

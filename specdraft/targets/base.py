@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,10 @@ class Target(Protocol):
     @property
     def sliding_window(self) -> int | None:
         """Keys that a query of a sliding layer sees, itself included; None without sliding layers."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Processes that share a target enter it together; inside, each may make another number of forwards."""
         ...
 
     def embed(self, ids: Tensor) -> Tensor:

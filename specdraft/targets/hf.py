@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +123,10 @@ class HFTarget:
     def last_layer(self) -> LayerWeights | None:
         """The weights of the last layer; None where it is built in another way than a draft layer."""
         return last_layer_weights(self.layout)
+
+    def together(self) -> AbstractContextManager[None]:
+        """See ``Target``: a target that is whole is run by every process on its own."""
+        return nullcontext()
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[...]`` int64 -> ``[..., H]``: the target's embedding module and the scale its decoder applies."""

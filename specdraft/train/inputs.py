@@ -24,6 +24,7 @@ from specdraft.losses.objectives import Objective, Teacher
 from specdraft.targets.base import Target
 from specdraft.train._config import OptimConfig, TrainerConfig
 from specdraft.train.joint import Alone
+from specdraft.train.sharding import asks_to_shard
 from specdraft.train.state import EvalPoint, TrainState
 from specdraft.train.trackers import Tracker
 
@@ -119,13 +120,14 @@ class TrainResult:
 
 
 def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerator:
-    """The Accelerator of a run: the launcher's processes, the precision of ``trainer``, plain DDP.
+    """The Accelerator of a run: the launcher's processes, the precision of ``trainer``, plain DDP of the head.
 
     ``device``: ``auto`` (every process its own accelerator, if there are any), ``cpu``, or one CUDA device.
 
     Raises:
-        ConfigError: several processes on one device, a precision that the device lacks, or a launch that shards the head.
+        ConfigError: several processes on one device, a precision that the device lacks, or see ``asks_to_shard``.
     """
+    asks_to_shard()
     if device.startswith("cuda"):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(f"target.device: several processes need a device each, got {device}; use auto")
@@ -137,10 +139,4 @@ def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerato
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     if trainer.mixed_precision == "fp16" and on_cpu:
         raise ConfigError("trainer.mixed_precision: needs an accelerator, got fp16 on the CPU; use bf16 or no")
-    for name, what in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if os.environ.get(name, "false").lower() == "true":
-            raise ConfigError(
-                f"accelerate: heads are small, so every process holds one (DDP), got a launch with {what}; "
-                "use --config_file configs/accelerate/ddp.yaml"
-            )
     return Accelerator(mixed_precision=trainer.mixed_precision, cpu=on_cpu, kwargs_handlers=[ddp, patience])

@@ -133,7 +133,7 @@ class Keeper:
                 self._save_head("best", state, point)
             return point.acceptance_length
 
-        value = on_main(run.accelerator, act)
+        value = on_main(run.accelerator, act, inside=run.target.together())
         state.evaluated_step = state.step
         if value > state.best_value:
             state.best_value, state.best_step, state.stale = value, state.step, 0

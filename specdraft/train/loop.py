@@ -155,7 +155,9 @@ def backward(
     for i, tokens in enumerate(window):
         with meter.phase("target"):
             tokens = tokens.to(accelerator.device)
-            batch = build_draft_batch(tokens, run.joint.capture(tokens, memory))
+            with target.together():  # one rank may remember what another has to capture
+                features = run.joint.capture(tokens, memory)
+            batch = build_draft_batch(tokens, features)
         with meter.phase("draft"), nullcontext() if i + 1 == len(window) else accelerator.no_sync(model):
             with accelerator.autocast():
                 result = run.objective(model(batch, target.embed, target.unembedding), batch, teacher)

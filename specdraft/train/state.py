@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -148,20 +148,24 @@ class StopSignal:
         self.requested = True
 
 
-def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
+def on_main(
+    accelerator: Accelerator, action: Callable[[], T], inside: AbstractContextManager[None] | None = None
+) -> T:
     """Runs ``action`` on rank 0 while the others wait; every rank gets its result, or raises its error.
 
-    The result is pickled for the other ranks: return something small. Without the exchange, a rank that meets
-    a user's error (a full disk, an occupied folder) would leave the others waiting.
+    inside: every rank enters it, around the action or nothing. The result is pickled for the other ranks: return something
+    small. Without the exchange, a rank that meets a user's error (a full disk, an occupied folder) would leave the others
+    waiting.
     """
     if accelerator.num_processes == 1:
         return action()
     box: list[Any] = [None, None, None]
-    if accelerator.is_main_process:
-        try:
-            box[0] = action()
-        except SpecDraftError as error:
-            box[1:] = [type(error).__name__, str(error)]
+    with inside or nullcontext():
+        if accelerator.is_main_process:
+            try:
+                box[0] = action()
+            except SpecDraftError as error:
+                box[1:] = [type(error).__name__, str(error)]
     broadcast_object_list(box, from_process=0)
     if box[1] is not None:
         raise next((e for e in _ERRORS if e.__name__ == box[1]), SpecDraftError)(box[2])

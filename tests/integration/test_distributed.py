@@ -31,10 +31,11 @@ def start(folder: Path, kind: str, settings: dict[str, Any], num_processes: int 
     return spawn(["-m", "tests.integration.train_job", str(folder), kind, json.dumps(settings)], num_processes)
 
 
-def spawn(arguments: list[str], num_processes: int = 2) -> subprocess.Popen[str]:
+def spawn(arguments: list[str], num_processes: int = 2, launcher: list[str] | None = None) -> subprocess.Popen[str]:
+    """Processes of torchrun, or of another launcher that knows how many."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*TORCHRUN, str(num_processes), *arguments],
+        [*(launcher or [*TORCHRUN, str(num_processes)]), *arguments],
         cwd=ROOT,
         env=environment,
         text=True,
