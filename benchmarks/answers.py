@@ -1,7 +1,7 @@
 """Regenerated answers: with a trained head against plain generation, in turns; and what the check of own answers separates.
 
     python benchmarks/answers.py speed --heads FOLDER ... [--prompts builtin] [--limit 64] [--batches 8 32] [--depths 1 2 4]
-    python benchmarks/answers.py own [--limit 96] [--other FILE.jsonl]
+    python benchmarks/answers.py own [--limit 96] [--other FILE.jsonl ...]
 
 ``speed`` writes the same answers, prefill included, with ``generate()`` of transformers (data.answers.head=null), with our
 decoder alone, and with our decoder and each head. ``own`` scores answers that the target wrote greedily and at several
@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="all methods in turns, so often; the best counts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--other", help="conversations with answers of another origin")
+    parser.add_argument("--other", nargs="*", default=[], help="conversations with answers of another origin")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
 
@@ -151,11 +151,10 @@ def own(args: argparse.Namespace, talks: list[Conversation]) -> Table:
     sets["greedy answers to other prompts"] = [
         TokenRow([*prompt, *text], [False] * len(prompt) + [True] * len(text)) for prompt, text in shifted
     ]
-    if args.other:
-        others = load_conversations([args.other], args.limit).conversations
-        rows = [row for talk in others for row in renderer.rows(talk.messages)]
-        cut = [row.truncate(512) for row in rows]
-        sets[f"answers of {Path(args.other).name}"] = [row for row in cut if row is not None]
+    for other in args.other:
+        others = load_conversations([other], args.limit).conversations
+        rows = [row.truncate(512) for talk in others for row in renderer.rows(talk.messages)]
+        sets[f"answers of {Path(other).stem}"] = [row for row in rows if row is not None]
     table = Table(title=f"{args.target}, {args.dtype}, at most {args.new_tokens} new tokens", box=box.MARKDOWN)
     for name in ("answers", "rows", "mean log-probability", "5%..95%", "excess", "5%..95%", "z", "5%..95%", "suspect"):
         table.add_column(name, justify="left" if name == "answers" else "right")

@@ -84,7 +84,7 @@ class AnswersConfig:
     """Prompts whose greedy answers a server must give as the target does, where the target is loaded; 0 = not compared."""
     load_target: bool = False
     """True: `prepare` loads the target beside server or data set answers, to compare and to check them."""
-    check_rows: int = 256
+    check_rows: int = 64
     """Rows whose answers are scored under the target, where it is loaded; 0 = none."""
     max_suspect_share: float | None = None
     """An error if more of those rows are not the target's own; null = a warning from a tenth on."""

@@ -173,7 +173,7 @@ def _score(target: Target, rows: Sequence[TokenRow], temperature: float) -> list
 
 
 def _moments(logits: Tensor, following: Tensor, temperature: float) -> Tensor:
-    """``[3, n]`` for tokens ``[n]``: log-probability at 1; shortfall against minus the entropy, and variance, at ``temperature``."""
+    """``[3, n]`` of tokens ``[n]``: log-probability; at ``temperature``, shortfall against minus the entropy; variance."""
     logits = logits.float()
     chosen = logits.log_softmax(-1).gather(-1, following[:, None])[:, 0]
     scaled = (logits / temperature).log_softmax(-1)

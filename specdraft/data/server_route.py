@@ -49,7 +49,7 @@ def forms(settings: AnswersConfig) -> list[Form]:
     return [Form(ids, extras) for extras in (True, False) for ids in kinds]
 
 
-class Protocol:
+class Route:
     """Requests and replies of one kind of route.
 
     Args:

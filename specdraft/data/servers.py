@@ -19,7 +19,7 @@ from specdraft.data.journal import EOS, LENGTH, NO_TOKENS, REFUSED, Answer
 from specdraft.data.own_answers import greedy_gaps
 from specdraft.data.server_client import Client, FaultError, RefusedError
 from specdraft.data.server_pool import Endpoint, Pool
-from specdraft.data.server_protocol import Form, Protocol, Reply, forms
+from specdraft.data.server_route import Form, Reply, Route, forms
 
 if TYPE_CHECKING:
     from specdraft.targets.facts import TargetFacts
@@ -64,7 +64,7 @@ class ServerWriter:
         self.target = target
         self.eos = frozenset(facts.eos_token_ids)
         self.max_new_tokens = config.max_new_tokens
-        self.protocol = Protocol(config.answers, renderer, facts.eos_token_ids, config.max_new_tokens)
+        self.route = Route(config.answers, renderer, facts.eos_token_ids, config.max_new_tokens)
         self._world_size = world_size
         self._key = _key(config.answers.api_key_env)
         self._endpoints = [Endpoint(url.rstrip("/")) for url in config.answers.endpoints]
@@ -116,8 +116,8 @@ class ServerWriter:
             if endpoint.url not in self._forms:
                 endpoint.check()  # another request may have found out meanwhile
                 self._forms[endpoint.url] = await self._examine(client, endpoint)
-        body = self.protocol.request(job, self._forms[endpoint.url])
-        reply = self.protocol.read(await client.call("POST", self.protocol.url(endpoint.url), body))
+        body = self.route.request(job, self._forms[endpoint.url])
+        reply = self.route.read(await client.call("POST", self.route.url(endpoint.url), body))
         return self._answer(endpoint, job, reply)
 
     async def _examine(self, client: Client, endpoint: Endpoint) -> Form:
@@ -169,13 +169,13 @@ class ServerWriter:
 
     async def _find_form(self, client: Client, endpoint: Endpoint) -> tuple[Form, list[Reply]]:
         """The best form of request that the server takes, and its replies to the probes."""
-        url, refusal = self.protocol.url(endpoint.url), ""
+        url, refusal = self.route.url(endpoint.url), ""
         for form in forms(self.settings):
             try:
                 replies = []
                 for job in self._probes:
-                    body = self.protocol.request(job, form, min(PROBE_TOKENS, self.max_new_tokens))
-                    replies.append(self.protocol.read(await client.call("POST", url, body)))
+                    body = self.route.request(job, form, min(PROBE_TOKENS, self.max_new_tokens))
+                    replies.append(self.route.read(await client.call("POST", url, body)))
             except RefusedError as error:
                 refusal = str(error)
                 continue
@@ -223,8 +223,8 @@ class ServerWriter:
                 )
         else:
             # A replacement character stands for bytes that are no text, e.g. of a character cut in two.
-            whole = not reply.lacks_text and "\ufffd" not in reply.text
-            found = self.renderer.continuation_ids(job.prompt_ids, reply.text) if whole else None
+            is_text = not reply.lacks_text and "\ufffd" not in reply.text
+            found = self.renderer.continuation_ids(job.prompt_ids, reply.text) if is_text else None
             if found is None:
                 return job.answer([], NO_TOKENS, "server")
             # The end that is not part of the text counts as a token.

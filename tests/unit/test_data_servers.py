@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import multiprocessing
 import os
@@ -23,7 +24,8 @@ from specdraft.data.answering import temperature_of
 from specdraft.data.chat import ChatRenderer
 from specdraft.data.journal import EOS, LENGTH, NO_TOKENS, REFUSED, Answer, AnswerJournal
 from specdraft.data.regenerate import answered_turns, conversation_key, regenerate
-from specdraft.data.server_client import _retry_after
+from specdraft.data.server_client import FaultError, _retry_after
+from specdraft.data.server_route import Route
 from specdraft.data.servers import ServerWriter
 from specdraft.data.sources import Conversation
 from specdraft.targets.facts import TargetFacts
@@ -130,6 +132,18 @@ def test_a_date_to_come_back_at_is_by_the_servers_clock() -> None:
     assert _retry_after(httpx2.Headers({"Retry-After": "-3"})) == 0.0
 
 
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = itertools.cycle([40.0, -90.0, 10.0])
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * next(hours))
+    with answer_server() as server:
+        server.faults, server.spared, server.retry_after = [429, 500, "never"], 3, "0.05"
+        begin = time.monotonic()
+        run(tmp_path, settings(server, timeout_s=0.4, probes=1))
+    check_all_once(tmp_path)
+    assert time.monotonic() - begin < 30
+
+
 def test_the_others_do_the_work_of_a_dead_endpoint(tmp_path: Path) -> None:
     with answer_server() as dead:
         pass
@@ -199,9 +213,7 @@ def test_another_model_is_found_out_by_name_and_by_its_tokens(tmp_path: Path) ->
 def test_a_server_that_changes_the_prompts_tokens_is_refused(tells_prompt: bool, tmp_path: Path) -> None:
     with answer_server() as server:
         server.shift, server.tells_prompt = [1], tells_prompt
-        with pytest.raises(
-            ConfigError, match=r"^data\.answers\.prompts: .* changes .* prompts, got 30 for 29 of ours"
-        ):
+        with pytest.raises(ConfigError, match=r"^data\.answers\.prompts: .* changes .* prompts, got 30 for 29 of ours"):
             run(tmp_path, settings(server))
     assert not len(AnswerJournal(tmp_path).read())
 
@@ -330,6 +342,32 @@ def test_inside_an_event_loop_as_in_a_notebook(tmp_path: Path) -> None:
     with answer_server() as server:
         asyncio.run(cell())
     check_all_once(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"choices": []},
+        {"choices": ["text"]},
+        {"choices": [{"text": "a", "finish_reason": None}]},
+        {"choices": [{"text": "a", "finish_reason": "abort"}]},
+        {"choices": [{"text": 3, "finish_reason": "stop"}]},
+        {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": ["1"]}]},
+        {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [-1]}]},
+    ],
+)
+def test_a_reply_of_another_form_is_a_fault(value: dict[str, Any]) -> None:
+    with pytest.raises(FaultError):
+        Route(settings("http://h/v1").answers, RENDERER, [2], 8).read(value)
+
+
+def test_a_chats_thinking_that_stands_elsewhere_is_noticed() -> None:
+    route = Route(settings("http://h/v1", api="chat").answers, RENDERER, [2], 8)
+    message = {"content": "a", "reasoning_content": "hm"}
+    assert route.read({"choices": [{"message": message, "finish_reason": "stop"}]}).lacks_text
+    del message["reasoning_content"]
+    assert not route.read({"choices": [{"message": message, "finish_reason": "stop"}]}).lacks_text
 
 
 @pytest.mark.parametrize(
