@@ -162,11 +162,11 @@ def memory(sizes: list[int]) -> None:
 
 
 def synthetic(count: int) -> Iterator[str]:
-    """Lines of JSON: a prompt of 10 to 40 words and an answer of 20 to 100."""
+    """Lines of JSON: a prompt of 3 to 10 words and an answer of 5 to 20."""
     generator = random.Random(0)
     for number in range(count):
-        prompt = f"{number} " + " ".join(generator.choices(WORDS, k=generator.randint(10, 40)))
-        answer = " ".join(generator.choices(WORDS, k=generator.randint(20, 100)))
+        prompt = f"{number} " + " ".join(generator.choices(WORDS, k=generator.randint(3, 10)))
+        answer = " ".join(generator.choices(WORDS, k=generator.randint(5, 20)))
         yield json.dumps({"prompt": prompt, "completion": answer}) + "\n"
 
 

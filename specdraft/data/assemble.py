@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from specdraft.data.collect import REFUSED, RENDER_BATCH, load_collected, unusab
 from specdraft.data.journal import Answer, AnswerKey
 from specdraft.data.prepared import shard_name
 from specdraft.data.regenerate import AnswerCounts, all_answered_turns
-from specdraft.data.shards import MappedBatch, tokens_batch, write_batch
+from specdraft.data.shards import MappedBatch, TokenRows, write_batch
 from specdraft.data.sources import Conversation
 
 NO_ANSWER = "no answer (set data.regenerate=true)"
@@ -36,14 +36,13 @@ class ShardCounts:
     categories: Counter[str]
     answers: dict[str, Any]
 
-    def record(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    def record(self, rows: TokenRows) -> dict[str, Any]:
         """What stands in the shard's file beside ``rows``."""
-        lengths = [len(row.input_ids) for row in rows]
         return {
-            "num_rows": len(rows),
-            "num_tokens": sum(lengths),
-            "num_supervised_tokens": sum(sum(row.loss_mask) for row in rows),
-            "length_histogram": length_histogram(lengths),
+            "num_rows": len(rows.lengths),
+            "num_tokens": sum(rows.lengths),
+            "num_supervised_tokens": rows.num_supervised,
+            "length_histogram": length_histogram(rows.lengths),
             "dropped": dict(self.dropped),
             "mask_sources": dict(self.mask_sources),
             "categories": dict(self.categories),
@@ -83,7 +82,7 @@ class Rendering:
         """
         counts = ShardCounts(Counter(), self._renderer.renderer.mask_sources, Counter(), {})
         counts.mask_sources.clear()
-        _write_shard(self.out, job, self._rows(job, counts), counts)
+        _write_shard(self.out, job, TokenRows(self._rows(job, counts)), counts)
 
     def _rows(self, job: Job, counts: ShardCounts) -> Iterator[TokenRow]:
         _, first, behind = job
@@ -132,7 +131,7 @@ def regenerated(
     def write(job: Job) -> None:
         read = AnswerCounts()
         counts = ShardCounts(Counter(), Counter(), Counter(), {})
-        made = list(rows(job, counts, read))
+        made = TokenRows(rows(job, counts, read))
         counts.answers = read.as_dict()
         _write_shard(out, job, made, counts)
 
@@ -149,9 +148,8 @@ def _cut_rows(turns: Sequence[Turn], loss_on: str, max_length: int, dropped: Cou
             yield cut
 
 
-def _write_shard(out: Path, job: Job, rows: Iterable[TokenRow], counts: ShardCounts) -> None:
-    made = list(rows)
-    write_batch(out / shard_name(job[0]), tokens_batch(made), counts.record(made))
+def _write_shard(out: Path, job: Job, rows: TokenRows, counts: ShardCounts) -> None:
+    write_batch(out / shard_name(job[0]), rows.batch(), counts.record(rows))
 
 
 def open_jobs(out: Path, groups: Sequence[tuple[int, int]]) -> list[Job]:

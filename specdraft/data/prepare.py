@@ -211,9 +211,19 @@ class _Work:
         if self.config.regenerate:
             self._wait(lambda: collected.exists() or manifest.exists(), None, what)
             if not manifest.exists():
-                journal = self._answers(load_collected(self.unfinished).conversations, rank, world_size)
+                journal = self._share(rank, world_size)
         self._wait(manifest.exists, journal, what)
         return load_prepared(self.place, self.renderer, self.identity)
+
+    def _share(self, rank: int, world_size: int) -> AnswerJournal | None:
+        """This process's share of the answers; None if the data set was finished meanwhile."""
+        try:
+            conversations = load_collected(self.unfinished).conversations
+        except DataError:
+            if (self.place / MANIFEST_NAME).exists():
+                return None
+            raise
+        return self._answers(conversations, rank, world_size)
 
     def _answers(self, conversations: Sequence[Conversation], rank: int, world_size: int) -> AnswerJournal | None:
         """The target's answers, this process's share of them written now; None where the sources' answers are used."""

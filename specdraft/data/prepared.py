@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdraft.core.errors import DataError
 from specdraft.data.chat import ChatRenderer, TokenRow, tokenizer_hash
-from specdraft.data.shards import TokenShard, replacing, sync_folder, tokens_batch, write_batch
+from specdraft.data.shards import TokenRows, TokenShard, replacing, sync_folder, write_batch
 from specdraft.data.sources import file_sha256
 
 FORMAT = 2
@@ -154,7 +154,7 @@ def save_prepared(folder: Path, rows: Sequence[TokenRow], manifest: Mapping[str,
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
-            write_batch(temporary / shard_name(0), tokens_batch(rows), {"rows": len(rows)})
+            write_batch(temporary / shard_name(0), TokenRows(rows).batch(), {"rows": len(rows)})
             publish(temporary, folder, 1, manifest)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -85,16 +86,31 @@ class MappedBatch:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def tokens_batch(rows: Sequence[TokenRow]) -> Any:
-    """The rows as a record batch: ``input_ids`` int32 and ``loss_mask`` bool, a list each for every row."""
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row.input_ids) for row in rows], out=offsets[1:])
-    ids, mask = np.empty(offsets[-1], dtype=np.int32), np.empty(offsets[-1], dtype=np.bool_)
-    for start, row in zip(offsets.tolist(), rows, strict=False):
-        ids[start : start + len(row.input_ids)] = row.input_ids
-        mask[start : start + len(row.input_ids)] = row.loss_mask
-    columns = [pa.LargeListArray.from_arrays(offsets, pa.array(values)) for values in (ids, mask)]
-    return pa.RecordBatch.from_arrays(columns, schema=_TOKENS)
+class TokenRows:
+    """Rows on their way to a shard, in 5 bytes a token: Python's lists would take nine times as much."""
+
+    def __init__(self, rows: Iterable[TokenRow] = ()) -> None:
+        self.lengths = array("q")
+        self.num_supervised = 0
+        self._ids = array("i")
+        self._mask = bytearray()
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: TokenRow) -> None:
+        """Adds one."""
+        self.lengths.append(len(row.input_ids))
+        self.num_supervised += sum(row.loss_mask)
+        self._ids.extend(row.input_ids)
+        self._mask.extend(row.loss_mask)
+
+    def batch(self) -> Any:
+        """All of them as a record batch: ``input_ids`` int32 and ``loss_mask`` bool, a list each for every row."""
+        offsets = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        values = np.asarray(self._ids, dtype=np.int32), np.frombuffer(self._mask, dtype=np.bool_)
+        columns = [pa.LargeListArray.from_arrays(offsets, pa.array(column)) for column in values]
+        return pa.RecordBatch.from_arrays(columns, schema=_TOKENS)
 
 
 class TokenShard(MappedBatch):

@@ -21,6 +21,7 @@ from specdraft.data.mixture import draw
 BUILTIN_SPLITS = ("train", "dev", "heldout")
 SHUFFLE_ROWS = 10_000
 """Rows of a stream among which the next one is drawn."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -169,8 +170,9 @@ class HubSource(RowSource):
 
     @property
     def revision(self) -> str:
-        """The commit."""
-        return str(self._builder.hash)
+        """The commit. One that is asked for by its whole hash is known without the network."""
+        asked = self.asked_revision or ""
+        return asked if _COMMIT.fullmatch(asked) else str(self._builder.hash)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from specdraft.data.shards import MappedBatch, write_batch
 from specdraft.data.sources import Conversation
 
-FILE_ROWS = 8192
+FILE_ROWS = 32768
 """Conversations of a file at most."""
-FILE_CHARACTERS = 1 << 25
+FILE_CHARACTERS = 1 << 26
 """Characters after which a file is ended before it has so many."""
+GROUP_ROWS = 8192
+"""Conversations that are rendered into one shard, which is what a run that goes on may have to do again."""
+GROUP_CHARACTERS = 1 << 26
 RELEASE_READS = 4096
 """Reads after which the memory of the pages read is given back."""
 _SCHEMA = pa.schema([("id", pa.large_string()), ("category", pa.large_string()), ("messages", pa.large_string())])
@@ -101,8 +104,8 @@ class ConversationStore(Sequence[Conversation]):
         return (self[i] for i in range(len(self)))
 
     def groups(self, max_rows: int | None = None, max_characters: int | None = None) -> list[tuple[int, int]]:
-        """Consecutive parts ``(start, stop)`` of so many conversations and characters at most (default: as in a file)."""
-        max_rows, max_characters = max_rows or FILE_ROWS, max_characters or FILE_CHARACTERS
+        """Consecutive parts ``(start, stop)`` of so many conversations and characters at most, for a shard each."""
+        max_rows, max_characters = max_rows or GROUP_ROWS, max_characters or GROUP_CHARACTERS
         sizes = np.concatenate([np.diff(_offsets(file)) for file in self._files])[self.places]
         groups, start, characters = [], 0, 0
         for place, size in enumerate(sizes.tolist()):

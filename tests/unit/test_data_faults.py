@@ -36,7 +36,8 @@ class KilledError(BaseException):
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard for every two conversations."""
-    monkeypatch.setattr(store, "FILE_ROWS", 2)
+    for name in ("FILE_ROWS", "GROUP_ROWS"):
+        monkeypatch.setattr(store, name, 2)
 
 
 @pytest.fixture

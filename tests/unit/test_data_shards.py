@@ -14,7 +14,7 @@ from specdraft.core.errors import DataError
 from specdraft.data import prepared, store
 from specdraft.data.chat import TokenRow
 from specdraft.data.prepared import PreparedData, save_prepared
-from specdraft.data.shards import MappedBatch, TokenShard, tokens_batch, write_batch
+from specdraft.data.shards import MappedBatch, TokenRows, TokenShard, write_batch
 from specdraft.data.sources import Conversation
 from specdraft.data.store import ConversationStore, StoreWriter
 from tests.unit import data_helpers as h
@@ -27,7 +27,7 @@ def several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedData:
     monkeypatch.setattr(prepared, "RELEASE_READS", 3)
     shards = []
     for number, rows in enumerate((ROWS[:7], [], ROWS[7:])):
-        write_batch(folder / f"{number}.arrow", tokens_batch(rows), {"number": number})
+        write_batch(folder / f"{number}.arrow", TokenRows(rows).batch(), {"number": number})
         shards.append(TokenShard(folder / f"{number}.arrow"))
     return PreparedData(folder, {}, shards)
 
@@ -64,7 +64,7 @@ def test_shards_open_as_a_data_set_of_datasets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "other columns"])
 def test_a_torn_shard_is_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    write_batch(path, tokens_batch(ROWS), {})
+    write_batch(path, TokenRows(ROWS).batch(), {})
     whole = path.read_bytes()
     if damage == "other columns":
         import pyarrow
@@ -78,14 +78,14 @@ def test_a_torn_shard_is_refused(damage: str, tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.arrow"
-    write_batch(path, tokens_batch(ROWS), {"number": 1})
+    write_batch(path, TokenRows(ROWS).batch(), {"number": 1})
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_batch(path, tokens_batch([]), {"number": 2})
+        write_batch(path, TokenRows().batch(), {"number": 2})
     assert MappedBatch(path).metadata == {"number": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.arrow"]
 

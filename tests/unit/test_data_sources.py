@@ -263,6 +263,9 @@ def test_a_hub_id_with_config_revision_and_split(hub: Any) -> None:
     assert [report.revision for report in loaded.reports] == ["c0ffee"] * 2
     known = {"hub": "some/set", "config": "main", "split": "test", "revision": "c0ffee"}
     assert open_source("some/set:main#test").fingerprint == known
+    asked = len(builder.asked)
+    assert open_source(f"some/set@{'1a' * 20}").fingerprint["revision"] == "1a" * 20
+    assert len(builder.asked) == asked
 
 
 def test_a_hub_stream_is_read_in_a_drawn_order_and_may_end_early(hub: Any) -> None:
