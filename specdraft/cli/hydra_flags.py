@@ -21,7 +21,9 @@ from specdraft.core.errors import SpecDraftError
 
 
 def run_hydra(command: str, overrides: Sequence[str], flags: argparse.Namespace, job: Callable[[Any], None]) -> None:
-    """Hands a sub-command to Hydra's own entry; with --multirun, ``job`` runs here for one combination after the other.
+    """Hands a sub-command to Hydra's own entry; with --multirun, ``job`` runs for one combination after the other.
+
+    It runs here, or where a launcher of Hydra's has it run: in a job of SLURM, whose tasks are the processes of one run.
 
     Raises:
         SpecDraftError: a mistake in the settings, or in a job, of which the later ones do not run then.
@@ -29,9 +31,12 @@ def run_hydra(command: str, overrides: Sequence[str], flags: argparse.Namespace,
     register_schemas(command)
 
     def task(config: DictConfig) -> None:
+        elsewhere = _join_tasks()
         try:
             job(to_run(command, config))
         except SpecDraftError as error:
+            if elsewhere:
+                raise  # the launcher takes it to the process that waits for the job
             raise _Stopped(error) from None
 
     entry = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=command)(task)
@@ -46,6 +51,18 @@ def run_hydra(command: str, overrides: Sequence[str], flags: argparse.Namespace,
                 raise
         except COMPOSE_ERRORS as error:
             raise explain(error, RUNS[command], overrides) from error
+
+
+def _join_tasks() -> bool:
+    """Whether this process is in a job of the submitit launcher; its tasks then know each other as those of torchrun do."""
+    if "SUBMITIT_EXECUTOR" not in os.environ:
+        return False
+    from submitit import JobEnvironment
+    from submitit.helpers import TorchDistributedEnvironment
+
+    if JobEnvironment().num_tasks > 1:
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+    return True
 
 
 class _Stopped(BaseException):
