@@ -119,9 +119,9 @@ def regenerated(
     """A function that makes shards of the target's answers to ``conversations``."""
 
     def rows(job: Job, counts: ShardCounts, read: AnswerCounts) -> Iterator[TokenRow]:
-        for i in range(*job[1:]):
-            counts.categories[conversations[i].category] += 1
-            for turns in all_answered_turns(conversations[i], answers, samples, read):
+        for conversation in (conversations[i] for i in range(*job[1:])):
+            counts.categories[conversation.category] += 1
+            for turns in all_answered_turns(conversation, answers, samples, read):
                 if not turns:
                     counts.dropped[NO_USABLE_ANSWER] += 1
                     continue

@@ -170,9 +170,10 @@ class BatchRenderer:
         return list(texts)
 
     def _reset(self) -> None:
-        """Takes back what another user of the tokenizer may have set. Nothing else changes it while a thread works."""
-        if self._backend is not None:
+        """Takes back what another user of the tokenizer may have set. Nothing changes it while a thread works."""
+        if self._backend is not None and self._backend.truncation is not None:
             self._backend.no_truncation()
+        if self._backend is not None and self._backend.padding is not None:
             self._backend.no_padding()
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -76,6 +76,18 @@ def test_the_short_way_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch)
     assert BatchRenderer(renderer).turns(usual) == expected
 
 
+def test_what_others_set_on_the_tokenizer_does_not_count() -> None:
+    tokenizer = h.chat_tokenizer(h.CHATML)
+    expected = [ChatRenderer(tokenizer).turns(messages) for messages in CONVERSATIONS]
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert list(BatchRenderer(ChatRenderer(tokenizer)).stream([CONVERSATIONS[:3], [], CONVERSATIONS[3:]])) == [
+        expected[:3],
+        [],
+        expected[3:],
+    ]
+
+
 def test_lengths_of_first_prompts() -> None:
     renderer = ChatRenderer(h.chat_tokenizer(h.GEMMA, "</s>"))
     system = h.talk("a", "b", system="S")

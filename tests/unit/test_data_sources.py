@@ -282,6 +282,20 @@ def test_a_hub_stream_is_read_in_a_drawn_order_and_may_end_early(hub: Any) -> No
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+def test_a_builder_of_datasets_itself(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    path = write_lines(tmp_path / "a.jsonl", *({"prompt": f"Q{i}", "id": i} for i in range(5)))
+    builder = datasets.load_dataset_builder("json", data_files={"test": path}, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    source = open_source("some/set#test", streaming=streaming)
+    assert [c.id for c in source.conversations(source.report())] == ["0", "1", "2", "3", "4"]
+    assert source.report().revision == source.fingerprint["revision"] == builder.hash
+    with pytest.raises(DataError, match=r"^data\.sources: the Hub data set cannot be loaded, got some/set#train"):
+        list(open_source("some/set#train", streaming=streaming).rows())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
 def test_a_hub_data_set_whose_connection_is_lost(streaming: bool, hub: Any) -> None:
     hub([{"prompt": f"Q{i}"} for i in range(5)], 4)
     source = open_source("some/set", streaming=streaming)
