@@ -21,7 +21,8 @@ from specdraft.train._config import OptimConfig, TrainerConfig
 class Job:
     """A run of ``processes`` devices in ``folder``, with its prepared data under ``data_dir``.
 
-    settings: of the whole run, which its checkpoints repeat.
+    settings: of the whole run, which its checkpoints repeat. is_sharded: the layers of the target are spread over the
+    processes.
     """
 
     target: TargetConfig
@@ -37,3 +38,4 @@ class Job:
     data_dir: Path
     settings: Mapping[str, Any]
     processes: int = 1
+    is_sharded: bool = False
