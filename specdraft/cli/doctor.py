@@ -76,9 +76,11 @@ def make_case(cfg: DoctorRun, folder: Path, console: Console) -> Case:
     from specdraft.cli.train import build_head
     from specdraft.data.prepare import prepare
     from specdraft.doctor.case import Case
+    from specdraft.plan.machines import resident_bytes
     from specdraft.plan.sampling import source_sample
     from specdraft.targets.hf import load_target
 
+    resident = resident_bytes()
     target = load_target(cfg.target)
     conversations = source_sample(cfg.data, cfg.rows).conversations
     path = folder / "sample.jsonl"
@@ -97,6 +99,7 @@ def make_case(cfg: DoctorRun, folder: Path, console: Console) -> Case:
         head=build_head(cfg, target, data, console),
         scratch=folder,
         seed=cfg.seed,
+        resident=resident,
         overfit_steps=cfg.overfit_steps,
         overfit_seconds=cfg.overfit_seconds,
     )

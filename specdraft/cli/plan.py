@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdraft.config.doctor import STDOUT, PlanRun
 from specdraft.config.experiment import ExperimentRun
-from specdraft.core.errors import ConfigError
+from specdraft.core.errors import ConfigError, DataError
 from specdraft.data._features_config import FeaturesConfig
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(cfg: PlanRun) -> None:
     from rich.console import Console
 
     from specdraft.plan.forecast import forecast
-    from specdraft.plan.machines import gpu
+    from specdraft.plan.machines import gpu, size_text
 
     machines = [gpu(name) for name in cfg.machines]
     console = Console(highlight=False, soft_wrap=True, stderr=cfg.json == STDOUT)
@@ -52,6 +52,9 @@ def run(cfg: PlanRun) -> None:
     for line in found.lines():
         console.print(line, markup=False)
     console.print(outlook_table(found))
+    if found.measured is not None:
+        text = f"measured: peak memory {size_text(found.measured.peak_bytes)} in {found.measured.steps} steps on the sample"
+        console.print(text, markup=False)
     write_json(cfg.json, found.as_dict())
     found.refuse(memory=not cfg.machines)
     check_machines(found)
@@ -69,6 +72,7 @@ def check_machines(found: Forecast) -> None:
 def job_of(cfg: ExperimentRun, processes: int = 1) -> Job:
     """The settings that estimates need."""
     from specdraft.plan.job import Job
+    from specdraft.train.sharding import asks_to_shard
 
     return Job(
         target=cfg.target,
@@ -84,6 +88,7 @@ def job_of(cfg: ExperimentRun, processes: int = 1) -> Job:
         data_dir=cfg.data_dir,
         settings=asdict(cfg),
         processes=processes,
+        is_sharded=processes > 1 and asks_to_shard(),
     )
 
 
@@ -91,12 +96,14 @@ def announce(cfg: ExperimentRun, console: Console, processes: int = 1) -> None:
     """The forecast from the settings alone, as the first lines of a long command.
 
     Raises:
-        ConfigError: the run cannot fit; the setting to change is in the message.
-        DataError, UnsupportedTargetError: the data or the target cannot be had.
+        ConfigError, UnsupportedTargetError: the run cannot fit, and the setting to change; or the target cannot be had.
     """
     from specdraft.plan.forecast import forecast
 
-    found = forecast(job_of(cfg, processes))
+    try:
+        found = forecast(job_of(cfg, processes))
+    except DataError:
+        return  # preparing the data comes next, and says of each row what is wrong
     for line in found.lines():
         console.print(line, markup=False)
     found.refuse()

@@ -26,7 +26,8 @@ class Case:
 
     rows: the sample as it would be trained on. conversations: those the sample was made of. dropped: conversations of
     the sample that became no row, by reason. head: untrained, its draft vocabulary chosen, initialised from the target.
-    scratch: a folder that the checks may fill. overfit_steps, overfit_seconds: limits of learning one text by heart.
+    scratch: a folder that the checks may fill. resident: memory of the process before the target
+    was loaded, None = as it is now. overfit_steps, overfit_seconds: limits of learning one text by heart.
     """
 
     job: Job
@@ -37,6 +38,7 @@ class Case:
     head: DraftHead
     scratch: Path
     seed: int = 0
+    resident: float | None = None
     overfit_steps: int = 300
     overfit_seconds: float = 90.0
     notes: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Case:
     @cached_property
     def forecast(self) -> Forecast:
         """What the run will take, from its settings."""
-        return forecast(self.job, tokenizer=self.tokenizer)
+        return forecast(self.job, tokenizer=self.tokenizer, resident=self.resident)
 
     @cached_property
     def overfitted(self) -> Overfit:

@@ -13,7 +13,7 @@ from specdraft.heads.base import DraftHead
 from specdraft.plan.disk import Disk, disk
 from specdraft.plan.head_cost import HeadCost, head_cost
 from specdraft.plan.job import Job
-from specdraft.plan.machines import Machine, free_disk_bytes, size_text, time_text
+from specdraft.plan.machines import Machine, free_disk_bytes, resident_bytes, size_text, time_text
 from specdraft.plan.memory import Memory, memory
 from specdraft.plan.probe import this_machine
 from specdraft.plan.sizes import TargetSizes, target_sizes
@@ -170,11 +170,15 @@ def memory_problem(outlook: Outlook, job: Job) -> str | None:
 
 
 def forecast(
-    job: Job, machines: list[Machine] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    job: Job,
+    machines: list[Machine] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    resident: float | None = None,
 ) -> Forecast:
     """From the settings alone: the sources are read and some conversations rendered, no weights are loaded.
 
-    ``machines``: beside this one. ``tokenizer``: of the target, where it is at hand.
+    ``machines``: beside this one. ``tokenizer``: of the target, where it is at hand. ``resident``: memory of the process
+    before anything was loaded; None = as it is now.
 
     Raises:
         ConfigError, DataError, UnsupportedTargetError: the target or the data cannot be had.
@@ -201,5 +205,8 @@ def forecast(
         free_disk=float(free_disk_bytes(job.folder)),
         outlooks=[],
     )
-    everywhere = [this_machine(str(device), job.target.dtype), *(machines or [])]
+    here = this_machine(str(device), job.target.dtype)
+    if device.type == "cpu":
+        here = replace(here, reserved_bytes=resident_bytes() if resident is None else resident)
+    everywhere = [here, *(machines or [])]
     return replace(found, outlooks=[found.outlook(machine) for machine in everywhere])

@@ -30,6 +30,7 @@ BACKWARD = 2
 """Operations of the backward pass as a multiple of those of the forward pass: every product has two in return."""
 PEAK = 1.1
 """The most that is held during the backward pass as a multiple of what it starts with; 1.03 to 1.2 for our kinds."""
+SHARES = 16
 VOCABULARY = 64
 """Tokens of the copies; what the real vocabulary takes is known exactly and added elsewhere."""
 
@@ -54,13 +55,28 @@ class HeadCost:
         return max(0.0, self.flops[0] * length + self.flops[1] * length**2)
 
 
+_KNOWN: dict[str, HeadCost] = {}
+"""By settings; a process asks for few."""
+
+
 def head_cost(config: HeadConfig, spec: TargetSpec, share: float, mixed_precision: str) -> HeadCost:
-    """Measured on the CPU in some tenths of a second. ``share``: supervised share of a row's tokens."""
+    """Measured on the CPU in some tenths of a second, once for the same settings.
+
+    ``share``: supervised share of a row's tokens, taken to the nearest sixteenth.
+    """
+    share = max(1, round(share * SHARES)) / SHARES
+    key = repr((config, spec, share, mixed_precision != "no"))
+    if key not in _KNOWN:
+        _KNOWN[key] = _fitted(config, spec, share, mixed_precision != "no")
+    return _KNOWN[key]
+
+
+def _fitted(config: HeadConfig, spec: TargetSpec, share: float, mixed: bool) -> HeadCost:
     points = [(width / spec.head_dim, length) for width in WIDTHS for length in LENGTHS]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = [
-            _measure(_narrow(config, ratio), _narrow_spec(spec, ratio), length, share, mixed_precision != "no")
+            _measure(_narrow(config, ratio), _narrow_spec(spec, ratio), length, share, mixed)
             for ratio, length in points
         ]
     memory = _fit(points, [bytes_ for bytes_, _ in found], _memory_terms)

@@ -9,7 +9,7 @@ from specdraft.heads.base import DraftHead
 from specdraft.plan.disk import feature_bytes, optimizer_bytes
 from specdraft.plan.head_cost import PEAK, HeadCost
 from specdraft.plan.job import Job
-from specdraft.plan.machines import Machine, resident_bytes
+from specdraft.plan.machines import Machine
 from specdraft.plan.sizes import BYTES, TargetSizes
 from specdraft.plan.workload import Schedule
 
@@ -21,12 +21,14 @@ CHUNK_COPIES = 4
 class Memory:
     """Bytes. target, head, gradients, optimizer, average: what stays. kept_features: of trainer.feature_memory_gib.
 
+    target_in_training: less than target where hidden states come from a store and no acceptance is measured.
     activations: of the head, for one batch, and copies of weights in lower precision. features: of one batch, and what the
     target's forward needs for the time of it, where that is more. loss: chunks of logits and their gradients. generation:
     cache and logits while the target writes answers, before training. process: Python and libraries, or CUDA's own.
     """
 
     target: float
+    target_in_training: float
     head: float
     gradients: float
     optimizer: float
@@ -41,13 +43,15 @@ class Memory:
     @property
     def least(self) -> float:
         """What is certain: weights, gradients and optimizer."""
-        return self.target + self.head + self.gradients + self.optimizer + self.average
+        own = self.head + self.gradients + self.optimizer + self.average
+        return max(self.target, self.target_in_training + own)
 
     @property
     def training(self) -> float:
         """The most while training."""
         parts = self.kept_features + self.activations + self.features + self.loss
-        return self.least + parts + self.process
+        own = self.head + self.gradients + self.optimizer + self.average
+        return self.target_in_training + own + parts + self.process
 
     @property
     def peak(self) -> float:
@@ -71,8 +75,11 @@ def memory(
     forward = rows * length * (3 * spec.intermediate_size + 6 * spec.hidden_size) * width
     activations = PEAK * cost.memory_bytes(rows, length)
     kept = feature_bytes(job, head, schedule.epoch_tokens)
+    target = _share_bytes(job, sizes) if job.is_sharded else sizes.weight_bytes(job.target, machine.device)
+    has_layers = job.features.mode != "offline" or trainer.eval_prompts > 0
     return Memory(
-        target=sizes.weight_bytes(job.target, machine.device),
+        target=target,
+        target_in_training=target if has_layers else float(sizes.outer_parameters * width),
         head=weights,
         gradients=weights,
         optimizer=float(optimizer_bytes(job, head)),
@@ -82,8 +89,14 @@ def memory(
         features=states + max(0.0, forward - activations),
         loss=_loss_bytes(job, head, spec, rows * length * schedule.workload.supervised_share),
         generation=_generation_bytes(job, sizes, schedule),
-        process=resident_bytes() if machine.device == "cpu" else machine.reserved_bytes,
+        process=machine.reserved_bytes,
     )
+
+
+def _share_bytes(job: Job, sizes: TargetSizes) -> float:
+    """What a process holds of a sharded target: its part of the layers, two whole ones for the time of a forward, the rest."""
+    layers = sizes.layer_parameters / job.processes + 2 * sizes.layer_parameters / sizes.spec.num_hidden_layers
+    return (sizes.outer_parameters + layers) * BYTES[job.target.dtype]
 
 
 def _loss_bytes(job: Job, head: DraftHead, spec: TargetSpec, anchors: float) -> float:
@@ -99,7 +112,7 @@ def _loss_bytes(job: Job, head: DraftHead, spec: TargetSpec, anchors: float) -> 
 
 def _generation_bytes(job: Job, sizes: TargetSizes, schedule: Schedule) -> float:
     workload = schedule.workload
-    if not workload.answer:
+    if not workload.answer or job.data.answers.by != "target":
         return 0.0
     rows = min(job.data.generate_batch_size, workload.num_rows)
     cache = sizes.cache_bytes(job.target, rows * schedule.longest)

@@ -34,12 +34,16 @@ class TargetSizes:
     layer_parameters: int
     linear_parameters: int
 
+    @property
+    def outer_parameters(self) -> int:
+        """Those of embedding, final norm and lm_head."""
+        return self.num_parameters - self.layer_parameters
+
     def weight_bytes(self, config: TargetConfig, device: str) -> float:
         """What the weights take on ``device`` (cpu or cuda) as ``config`` loads them, packed copies included."""
         size = BYTES[config.dtype]
         if config.quantization != "none":
-            others = self.num_parameters - self.layer_parameters
-            return others * size + self.layer_parameters * QUANTIZED_BYTES[config.quantization]
+            return self.outer_parameters * size + self.layer_parameters * QUANTIZED_BYTES[config.quantization]
         packed = self.linear_parameters if device == "cpu" and config.pack_weights else 0
         return float((self.num_parameters + packed) * size)
 

@@ -59,7 +59,7 @@ class Measured:
 def estimated_times(
     job: Job, sizes: TargetSizes, head: DraftHead, cost: HeadCost, schedule: Schedule, machine: Machine
 ) -> Times:
-    """From the operations and bytes of the work and the rates of ``machine``."""
+    """From the operations and bytes of the work and the rates of ``machine``; answers of servers take no time of its."""
     workload, processes = schedule.workload, job.processes
     rate = machine.flops * processes
     passes = _passes(schedule)
@@ -68,7 +68,7 @@ def estimated_times(
     row = cost.row_flops(mean) + _loss_flops(job, head, sizes, workload.supervised)
     training = workload.num_rows * row / rate + schedule.epoch_steps * _optimizer_s(head, machine)
     prepare = 0.0
-    if workload.answer:
+    if workload.answer and job.data.answers.by == "target":
         read = workload.num_rows * workload.prompt * sizes.forward_flops(workload.prompt / 2, lm_head=False) / rate
         batch = min(job.data.generate_batch_size, workload.num_rows)
         step = step_seconds(job, sizes, machine, batch, mean)

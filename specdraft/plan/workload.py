@@ -83,6 +83,7 @@ def estimated_workload(job: Job, tokenizer: PreTrainedTokenizerBase) -> Workload
             "see specdraft doctor"
         )
     count = len(lengths)
+    several = data.answers.samples if data.regenerate else 1
     origin = (
         f"{len(chosen)} conversations rendered" if sample.is_exact else "at least; the source does not say how many"
     )
@@ -90,7 +91,7 @@ def estimated_workload(job: Job, tokenizer: PreTrainedTokenizerBase) -> Workload
         origin += ", answers as long as data.max_new_tokens lets them be"
     return Workload(
         lengths=lengths,
-        num_rows=max(1, round(sample.total * count / len(chosen))),
+        num_rows=max(1, round(several * sample.total * count / len(chosen))),
         num_conversations=sample.total,
         supervised=supervised / count,
         prompt=prompts / count,
@@ -121,9 +122,11 @@ def _rows(conversation: Conversation, renderer: ChatRenderer, job: Job) -> list[
         cut = [row.truncate(data.max_length) for row in renderer.rows(conversation.messages, data.loss_on)]
         rows = [row for row in cut if row is not None]
         return [(0, sum(row.loss_mask), len(row.input_ids)) for row in rows]
-    asked = [message for message in conversation.messages if message["role"] != "assistant"]
-    prompt = len(renderer.prompt_ids(asked))
-    turns = max(1, len(conversation.user_turns))
+    later = conversation.user_turns[1:]
+    turns = 1 + len(later)
+    first = next(place for place, message in enumerate(conversation.messages) if message["role"] == "user")
+    prompt = len(renderer.prompt_ids(conversation.messages[: first + 1]))
+    prompt += sum(len(renderer.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in later)
     room = data.max_length - prompt
     if room < 2:
         return []

@@ -63,11 +63,9 @@ class TestDisk:
         listed = {"a.weight": ("F32", (3, 5)), "step": ("F32", ()), "t2d": ("BOOL", (97,))}
         assert safetensors_bytes(listed, {"format": "pt"}) == (tmp_path / "x").stat().st_size
 
-    @pytest.mark.parametrize(
-        "words", [["head=medusa"], ["head=eagle3", "head.draft_vocab_size=64", "trainer.ema_decay=0.9"]]
-    )
-    def test_what_a_run_leaves_within_three_percent(self, workspace: Path, here: Path, words: list[str]) -> None:
-        words = [*words, "head.num_draft_tokens=2", "trainer.epochs=3", "tracker=none"]
+    def test_what_a_run_leaves_within_three_percent(self, workspace: Path, here: Path) -> None:
+        words = ["head=eagle3", "head.draft_vocab_size=64", "trainer.ema_decay=0.9", "head.num_draft_tokens=2"]
+        words += ["trainer.epochs=3", "tracker=none"]
         expected = forecast(job(workspace, *words)).disk
         assert main(["train", *experiment_words(workspace), "name=x", *words]) == 0
         folder = here / "outputs" / "x"
@@ -288,8 +286,8 @@ class TestCommand:
         self, workspace: Path, here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("specdraft.plan.forecast.free_disk_bytes", lambda _: 1000)
-        for command in (["plan", "steps=0"], ["prepare", "name=x"], ["train", "name=x"], ["run", "name=x"]):
-            assert main([*command, *experiment_words(workspace)]) == 2
+        for command in (["plan", "steps=0"], ["prepare", "name=x"], ["train", "name=x"]):
+            assert main([*command, "head=medusa", *experiment_words(workspace)]) == 2
             assert "specdraft: error: output_dir: the run needs" in capsys.readouterr().err
         assert list(here.iterdir()) == []
         monkeypatch.undo()
@@ -297,8 +295,8 @@ class TestCommand:
         monkeypatch.setattr(probe, "host_memory_bytes", lambda: 1e5)
         probe.this_machine.cache_clear()
         try:
-            assert main(["plan", "steps=0", *experiment_words(workspace)]) == 2
-            assert main(["plan", "steps=0", "machines=[l4]", *experiment_words(workspace)]) == 0
+            assert main(["plan", "steps=0", "head=medusa", *experiment_words(workspace)]) == 2
+            assert main(["plan", "steps=0", "head=medusa", "machines=[l4]", *experiment_words(workspace)]) == 0
         finally:
             probe.this_machine.cache_clear()
 

@@ -20,7 +20,9 @@ def own(case: Case) -> Iterator[Finding]:
         yield Finding("own answers", "fault", "no row has a supervised token", "see the check masks")
         return
     data = case.job.data
-    found = own_answers(case.target, [case.rows[place] for place in places], max(data.temperature, 1.0))
+    found = own_answers(
+        case.target, [case.rows[place] for place in places], max(data.temperature, *data.answers.temperatures, 1.0)
+    )
     case.notes["row_scores"] = dict(zip(places, found.mean_logprobs, strict=True))
     suspects = tuple(places[place] for place in found.suspects)
     numbers = found.as_dict()

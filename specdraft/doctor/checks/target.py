@@ -18,6 +18,8 @@ from specdraft.targets.check import QUANTIZED_TOLERANCE, TOLERANCE
 
 ROWS, TOKENS = 4, 192
 """Of the batch that is run."""
+SPREAD, MOST_ABOVE = 5.0, 0.02
+"""Single positions may differ by so many times the tolerance; more by not more than this share of them."""
 NEAR_OVERFLOW = 0.25
 """Share of float16's range from which on a state is called large."""
 
@@ -72,8 +74,8 @@ def teacher_logits(case: Case) -> Iterator[Finding]:
         distances.append(_distances(rebuilt, wanted))
     found = torch.cat(distances).nan_to_num(torch.inf)
     tolerance = _tolerance(case)
-    # In low precision a position near a tie of experts may differ; a fault of the code differs everywhere.
-    share = float((found > tolerance).float().mean())
+    # Low precision spreads single positions (a fault of the code moves all of them, or all of a row by more than that).
+    share = float((found > SPREAD * tolerance).float().mean())
     numbers = {
         "worst": float(found.max()),
         "median": float(found.median()),
@@ -81,11 +83,11 @@ def teacher_logits(case: Case) -> Iterator[Finding]:
         "tolerance": tolerance,
     }
     text = f"relative difference {numbers['median']:.1e} (median), {numbers['worst']:.1e} (worst), {found.numel()} positions"
-    if share > 0.02:
+    if numbers["median"] > tolerance or share > MOST_ABOVE:
         yield Finding(
             "teacher logits",
             "fault",
-            f"{text}, above {tolerance:g} at {share:.0%}: a head would learn from another model's distribution",
+            f"{text}, with a tolerance of {tolerance:g}: a head would learn from another model's distribution",
             "the final norm, a logit scale or a soft-cap is missing, or padding reaches other rows: report this target",
             numbers,
         )
