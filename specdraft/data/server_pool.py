@@ -116,9 +116,11 @@ class Pool(Generic[J, R]):
             self._check_alive()
             await self._finished
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            # More than once: before Python 3.12 wait_for loses a cancellation that comes together with its result.
+            while going := [worker for worker in workers if not worker.done()]:
+                for worker in going:
+                    worker.cancel()
+                await asyncio.wait(going, timeout=0.1)
         for result in self._held:
             emit(result)
         if self._failed:
