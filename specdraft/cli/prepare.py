@@ -28,6 +28,10 @@ def run(cfg: PrepareRun) -> None:
     from specdraft.targets.loading import load_tokenizer
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if needs_target(cfg) or cfg.features.mode == "offline":
+        from specdraft.train.sharding import refuse_to_shard
+
+        refuse_to_shard("preparing", "use one process with target.device_map=auto, or configs/accelerate/ddp.yaml")
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
     if rank == 0:
         announce(cfg, console, world_size)

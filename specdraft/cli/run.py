@@ -32,7 +32,9 @@ def train_best(cfg: PipelineRun) -> bool:
     from accelerate import PartialState
 
     from specdraft.cli.train import train_head
+    from specdraft.train.sharding import refuse_to_shard
 
+    refuse_to_shard("measuring", "launch train.py, then call specdraft eval with target.device_map=auto")
     result = train_head(cfg)
     return not result.stopped and bool(PartialState().is_main_process)
 

@@ -65,6 +65,12 @@ def asks_to_shard() -> bool:
     return True
 
 
+def refuse_to_shard(what: str, instead: str) -> None:
+    """Raises ConfigError in a launch of several processes with FSDP, for a command that needs the whole target."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and asks_to_shard():
+        raise ConfigError(f"accelerate: {what} takes the whole target, got a launch with FSDP; {instead}")
+
+
 def check_shardable(config: TargetConfig) -> None:
     """Raises ConfigError where the settings of the target do not go with a launch that shards it."""
     for name, plain in (("quantization", "none"), ("device_map", None), ("compile", False)):
