@@ -33,6 +33,7 @@ from tests.training import acceptance, make_rows, make_run, target, weights
 
 KINDS = ["llama", "gemma2", "gpt2", "mixtral"]
 """A plain one; scaled embeddings, soft-caps and windows; tied weights and buffers in the layers; packed experts."""
+LIMIT_S = 300
 CONSTANT = {"schedule": "constant", "warmup_ratio": 0.0}
 
 
@@ -59,7 +60,7 @@ def test_what_a_sharded_target_computes(tmp_path: Path, sharded: None) -> None:
     """Bit by bit what the whole one does, from half of the layers' weights each, with other numbers of forwards."""
     for kind in KINDS:
         save(kind, tmp_path / kind)
-    code, results, err = finish(spawn(["-m", "tests.integration.sharding_job", str(tmp_path), *KINDS]))
+    code, results, err = finish(spawn(["-m", "tests.integration.sharding_job", str(tmp_path), *KINDS]), LIMIT_S)
     assert code == 0, err
     assert [result["rank"] for result in results] == [0, 1]
     for result in results:
@@ -93,7 +94,7 @@ def test_training_is_that_of_one_process(
     process = start(tmp_path / "many", "eagle3", job, num_processes)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     one = single(tmp_path / "one", 9, (0, 3), trainer={**trainer, "accumulation_steps": num_processes}, **common)
-    code, results, err = finish(process)
+    code, results, err = finish(process, LIMIT_S)
     assert code == 0, err
     assert [result["state"] for result in results] == [results[0]["state"]] * num_processes
     many = weights(load_head(tmp_path / "many/last"))
@@ -118,7 +119,7 @@ def test_a_checkpoint_continues_sharded_and_whole(tmp_path: Path, monkeypatch: p
             tmp_path / "run", "eagle3", {"num_rows": 12, "trainer": trainer, "resume": resume, "optim": CONSTANT}
         )
         monkeypatch.delenv("ACCELERATE_USE_FSDP")
-        code, results, err = finish(process)
+        code, results, err = finish(process, LIMIT_S)
         assert code == 0, err
         assert results[0]["state"]["step"] == max_steps
     one = make_run(
@@ -142,7 +143,7 @@ def test_killing_one_rank_ends_the_job(tmp_path: Path, sharded: None) -> None:
     wait_for_steps(tmp_path, 2)
     killed = time.monotonic()
     os.kill(children_of(process)[-1], signal.SIGKILL)
-    code, results, err = finish(process, timeout_s=60)
+    code, results, err = finish(process, LIMIT_S)
     assert time.monotonic() - killed < 60
     assert (code != 0, results) == (True, [])
     assert "SIGKILL" in err or "Signal 9" in err
@@ -170,11 +171,11 @@ def test_accelerate_launch_with_the_shipped_file(tmp_path: Path, monkeypatch: py
     ]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     launcher += ["--config_file", str(config_dir() / "accelerate/fsdp2.yaml"), str(ROOT / "train.py")]
-    code, _, err = finish(spawn(arguments, launcher=launcher))
+    code, _, err = finish(spawn(arguments, launcher=launcher), LIMIT_S)
     assert code != 0
     assert "specdraft: error: data.regenerate: a sharded target" in err
     assert main(["prepare", *(word for word in arguments if not word.startswith("features"))]) == 0
-    code, _, err = finish(spawn(arguments, launcher=launcher))
+    code, _, err = finish(spawn(arguments, launcher=launcher), LIMIT_S)
     assert code == 0, err
     run = tmp_path / "outputs/two"
     assert json.loads((run / "environment.json").read_text())["processes"] == 2

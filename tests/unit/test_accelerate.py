@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from specdraft.cli.main import main
+from specdraft.cli.plan import job_of
 from specdraft.config.paths import config_dir
+from specdraft.config.store import compose_config, to_run
 from specdraft.core.errors import ConfigError
+from specdraft.plan.forecast import forecast
+from specdraft.plan.sizes import target_sizes
 from specdraft.targets._config import TargetConfig
 from specdraft.train._config import TrainerConfig
 from specdraft.train.inputs import make_accelerator
 from specdraft.train.sharding import asks_to_shard, check_shardable
+from tests.cli import experiment_words, make_workspace
 from tests.training import reset_accelerator
 
 FILES = sorted((config_dir() / "accelerate").glob("*.yaml"))
@@ -118,3 +125,34 @@ def test_settings_of_the_target_that_cannot_be_sharded(settings: dict[str, Any],
     check_shardable(TargetConfig())
     with pytest.raises(ConfigError, match=message):
         check_shardable(TargetConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("prepare", "accelerate: preparing takes the whole target, got a launch with FSDP; use one process with"),
+        ("run", "accelerate: measuring takes the whole target, got a launch with FSDP; launch train.py, then"),
+    ],
+)
+def test_commands_that_do_not_shard(
+    command: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([command, "name=x", f"output_dir={tmp_path}"]) == 2
+    assert f"specdraft: error: {message}" in capsys.readouterr().err
+
+
+def test_the_plan_counts_a_part_of_the_layers(tmp_path: Path) -> None:
+    """A target is refused where its part does not fit, not where the whole of it does not."""
+    overrides = ["name=x", f"output_dir={tmp_path}", *experiment_words(make_workspace(tmp_path))]
+    job = job_of(to_run("train", compose_config("train", overrides)))
+    sizes = target_sizes(job.target)
+    assert not job.is_sharded
+    assert forecast(job).here.memory.target == 4 * sizes.num_parameters
+    sharded = forecast(replace(job, processes=8, is_sharded=True)).here.memory
+    assert sharded.target == 4 * (sizes.outer_parameters + sizes.layer_parameters * (1 / 8 + 2 / 4))
