@@ -148,9 +148,7 @@ class StopSignal:
         self.requested = True
 
 
-def on_main(
-    accelerator: Accelerator, action: Callable[[], T], inside: AbstractContextManager[None] | None = None
-) -> T:
+def on_main(accelerator: Accelerator, action: Callable[[], T], inside: AbstractContextManager[None] | None = None) -> T:
     """Runs ``action`` on rank 0 while the others wait; every rank gets its result, or raises its error.
 
     inside: every rank enters it, around the action or nothing. The result is pickled for the other ranks: return something
