@@ -164,7 +164,7 @@ def load_sharded(config: TargetConfig, accelerator: Accelerator) -> ShardedTarge
         ConfigError, CheckpointError, UnsupportedTargetError: see ``load_target``.
     """
     check_shardable(config)
-    source = on_main(accelerator, lambda: resolve_source(config))
+    source = resolve_source(config)
     model_config, tokenizer = load_config(config, source), load_tokenizer(config)
     read: list[PreTrainedModel] = []
 

@@ -1,12 +1,10 @@
-"""The recipe for SLURM, as far as it goes without a cluster: what is submitted, and a job of several tasks on this machine."""
+"""The recipe for SLURM, as far as it goes without a cluster: what is submitted, and what tasks of a job are told."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,31 +62,3 @@ def test_the_batch_script_calls_accelerate(monkeypatch: pytest.MonkeyPatch) -> N
     args = launched(Path(file), *rest)
     assert (args.num_machines, args.num_processes, args.machine_rank) == (2, 16, 1)
     assert (args.main_process_ip, args.main_process_port, args.multi_gpu) == ("node0", 29500, True)
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_a_job_of_two_tasks(tmp_path: Path) -> None:
-    """Hydra's launcher, submitit's local executor, two processes of one run; and a mistake in a job is told here."""
-    from tests.cli import experiment_words, make_workspace
-
-    words = [*experiment_words(make_workspace(tmp_path)), "head=medusa", "name=x_${seed}", "seed=1"]
-    launch = ["--multirun", "--config-dir", str(RECIPE), "hydra/launcher=trial", "hydra.launcher.tasks_per_node=2"]
-    command = [sys.executable, "-m", "specdraft", "train", *launch]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *words, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-        )
-
-    done = run()
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "outputs").glob("x_*")
-    assert folder.name == "x_1"
-    assert '"processes": 2' in (folder / "environment.json").read_text()
-    assert (folder / "best/model.safetensors").is_file()
-    failed = run()  # the folder is not empty
-    assert failed.returncode == 2
-    assert "specdraft: error: resume: the run's folder" in failed.stderr
-    assert "Traceback" not in failed.stderr
