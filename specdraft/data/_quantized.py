@@ -10,6 +10,7 @@ from torch import Tensor
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """What the largest number of a position becomes."""
+ROWS_AT_ONCE = 32
 _TINY = 1e-30
 
 
@@ -52,11 +53,12 @@ def decode(codes: Tensor, scale: Tensor | None, channel: Tensor | None, out: Ten
         out.copy_(codes)
         return
     layers = scale.shape[-1]
-    x = (_from_fp8(codes) if codes.dtype == torch.float8_e4m3fn else codes.to(torch.float32)).unflatten(
-        -1, (layers, -1)
-    )
-    x.mul_(scale[..., None]).mul_(channel.view(layers, -1))
-    out.copy_(x.flatten(-2))
+    # In parts that stay in the processor's cache, and in memory that is used again and again.
+    for start in range(0, codes.shape[0], ROWS_AT_ONCE):
+        part = codes[start : start + ROWS_AT_ONCE]
+        x = _from_fp8(part) if part.dtype == torch.float8_e4m3fn else part.to(torch.float32)
+        x.unflatten(-1, (layers, -1)).mul_(scale[start : start + ROWS_AT_ONCE, :, None])
+        out[start : start + ROWS_AT_ONCE].copy_(x.mul_(channel))
 
 
 def _from_fp8(codes: Tensor) -> Tensor:

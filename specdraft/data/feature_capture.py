@@ -82,13 +82,14 @@ def fill_store(
     for place in places:
         if not store.has(place):
             (row,) = rows([place])
-            ids, mask = torch.tensor(row.input_ids), torch.tensor(row.loss_mask)
-            last_at, aux_at = kept_positions(mask, request)
+            last_at, aux_at = (torch.from_numpy(places) for places in kept_positions(row.loss_mask, request))
             if last_at.numel():
                 features = _produced(producer, row.input_ids, request)
                 last, aux = features.last_hidden[0], features.aux_hidden
                 kept = None if aux is None else aux[0].index_select(0, aux_at).cpu()
-                writer.add(RowStates(place, row_key(ids, mask), last.index_select(0, last_at).cpu(), kept))
+                writer.add(
+                    RowStates(place, row_key(row.input_ids, row.loss_mask), last.index_select(0, last_at).cpu(), kept)
+                )
         progress(1)
     writer.flush()
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from specdraft.core.types import FeatureRequest
+
+Places = NDArray[np.int64]
 
 CODE_BYTES = {"bf16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 """Bytes of one number, by precision."""
@@ -33,8 +37,8 @@ class KeptCounts:
         return KeptCounts(self.rows + other.rows, self.last + other.last, self.aux + other.aux)
 
 
-def kept_positions(loss_mask: Tensor, request: FeatureRequest) -> tuple[Tensor, Tensor]:
-    """Positions of the last hidden state and of the aux layers that training on a conversation reads, int64 sorted.
+def kept_positions(loss_mask: ArrayLike, request: FeatureRequest) -> tuple[Places, Places]:
+    """Positions of the last hidden state and of the aux layers that training on a conversation reads, sorted.
 
     With S the supervised positions from 2 on, the anchors are S - 2 and the target predicts S at S - 1:
 
@@ -42,18 +46,17 @@ def kept_positions(loss_mask: Tensor, request: FeatureRequest) -> tuple[Tensor, 
     - a head that reads it at anchors also at S - 2; one that attends to the text up to an anchor, from 0 to max(S) - 2;
     - aux layers are read from 0 to max(S) - 2, since every head that asks for them attends to the text.
 
-    loss_mask: ``[T]`` bool of one conversation, True = supervised.
+    loss_mask: ``[T]`` bool of one conversation, on the host, True = supervised.
     """
-    supervised = loss_mask.nonzero().flatten()
-    supervised = supervised[supervised >= 2]
-    if not supervised.numel():
+    supervised = np.flatnonzero(np.asarray(loss_mask)[2:]) + 2
+    if not supervised.size:
         return supervised, supervised
     end = int(supervised[-1])
-    aux = torch.arange(end - 1 if request.aux_layers else 0, device=loss_mask.device)
+    aux = np.arange(end - 1 if request.aux_layers else 0)
     if request.last == "prefix":
-        return torch.arange(end, device=loss_mask.device), aux
+        return np.arange(end), aux
     if request.last == "anchors":
-        return torch.unique(torch.cat([supervised - 2, supervised - 1])), aux
+        return np.union1d(supervised - 2, supervised - 1), aux
     return supervised - 1, aux
 
 

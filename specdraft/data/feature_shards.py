@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError
+from numpy.typing import ArrayLike, NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specdraft.core.errors import DataError
 from specdraft.data._quantized import Encoded, decode, encode
+from specdraft.data.shards import sync_folder
 
 FORMAT = "1"
-TABLE = ("rows", "keys", "sums", "last_counts", "aux_counts")
+KINDS = ("last", "aux")
+TABLE = ("rows", "keys", "sums", "last_counts", "aux_counts", "last_channel", "aux_channel")
+"""What is checked when a shard is opened, where it is there: the table, and the scales that all rows share."""
 _DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -43,10 +46,10 @@ class RowStates:
     aux: Tensor | None
 
 
-def row_key(input_ids: Tensor, loss_mask: Tensor) -> int:
-    """A number below 2 ** 63 that tells tokens and mask of a conversation, ``[T]`` each, from others."""
-    digest = xxhash.xxh3_64(input_ids.to(torch.int32).numpy().tobytes())
-    digest.update(loss_mask.to(torch.uint8).numpy().tobytes())
+def row_key(input_ids: ArrayLike, loss_mask: ArrayLike) -> int:
+    """A number below 2 ** 63 that tells tokens and mask of a conversation, ``[T]`` each on the host, from others."""
+    digest = xxhash.xxh3_64(np.asarray(input_ids).astype(np.int32).tobytes())
+    digest.update(np.asarray(loss_mask).astype(np.uint8).tobytes())
     return digest.intdigest() & _LARGEST_INT64
 
 
@@ -77,11 +80,19 @@ def _named(name: str, encoded: Encoded) -> dict[str, Tensor]:
 
 def _row_sum(tensors: dict[str, Tensor], spans: Sequence[tuple[int, int]]) -> int:
     """Checksum of a row: of its codes and scales. spans: its positions, of ``last`` and of ``aux``."""
+    parts = [
+        _bytes(tensors[key][start:stop])
+        for name, (start, stop) in zip(KINDS, spans, strict=True)
+        for key in (name, f"{name}_scale")
+        if key in tensors and stop > start
+    ]
+    return _sum_of(parts)
+
+
+def _sum_of(parts: Iterable[Any]) -> int:
     digest = xxhash.xxh3_64()
-    for name, (start, stop) in zip(("last", "aux"), spans, strict=True):
-        for key in (name, f"{name}_scale"):
-            if key in tensors and stop > start:
-                digest.update(_bytes(tensors[key][start:stop]))
+    for part in parts:
+        digest.update(part)
     return digest.intdigest() & _LARGEST_INT64
 
 
@@ -115,7 +126,7 @@ def write_shard(temporary: Path, path: Path, tensors: dict[str, Tensor], store: 
     described = {
         "format": FORMAT,
         "store": store,
-        "table": _digest(tensors, TABLE),
+        "table": _digest(tensors, [name for name in TABLE if name in tensors]),
         "digest": _digest(tensors, names),
     }
     save_file(tensors, temporary, metadata=described)
@@ -123,16 +134,6 @@ def write_shard(temporary: Path, path: Path, tensors: dict[str, Tensor], store: 
         os.fsync(file.fileno())
     temporary.rename(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the renames in a folder survive a crash of the machine, where folders can be synced."""
-    if sys.platform != "win32":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 class Shard:
@@ -145,17 +146,21 @@ class Shard:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._tensors, metadata = _mapped(self._map)
-            broken = metadata["table"] != _digest(self._tensors, TABLE)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
-            raise shard_error(
-                path, f"cannot be read ({str(error).splitlines()[0] if str(error) else error!r})"
-            ) from error
+            table = [name for name in TABLE if name in self._tensors]
+            broken = metadata["table"] != _digest(self._tensors, table)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise shard_error(path, f"cannot be read ({' '.join(str(error).split()) or 'it is empty'})") from error
         if metadata.get("format") != FORMAT or metadata.get("store") != store:
             raise shard_error(path, "belongs to another store")
         if broken:
             raise shard_error(path, "has a table that is not what was written")
         self._digest = metadata["digest"]
-        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._layout = {
+            name: (tensor.data_ptr() - self._bytes.ctypes.data, tensor.shape[1] * tensor.element_size())
+            for name, tensor in self._tensors.items()
+            if tensor.dim() == 2
+        }
         self.rows: Tensor = self._tensors["rows"].clone()
         counts = torch.stack([self._tensors["last_counts"], self._tensors["aux_counts"]]).long()
         self._ends = torch.cat([counts.new_zeros(2, 1), counts.cumsum(1)], 1).tolist()
@@ -174,31 +179,44 @@ class Shard:
     def _spans(self, slot: int) -> list[tuple[int, int]]:
         return [(ends[slot], ends[slot + 1]) for ends in self._ends]
 
+    def _pieces(self, slot: int) -> dict[str, tuple[int, int]]:
+        """Where the codes and scales of a row lie in the file, in the order of its checksum."""
+        found = {}
+        for name, (start, stop) in zip(KINDS, self._spans(slot), strict=True):
+            for key in (name, f"{name}_scale"):
+                if key in self._layout and stop > start:
+                    first, width = self._layout[key]
+                    found[key] = (first + start * width, first + stop * width)
+        return found
+
+    def announce(self, slot: int) -> None:
+        """Lets the system begin to read the states of the row at ``slot``, where it can be told."""
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        for first, end in self._pieces(slot).values():
+            begin = first // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
     def read(self, slot: int, last: Tensor, aux: Tensor | None) -> None:
         """The states of the row at ``slot`` into ``last`` ``[n, H]`` and ``aux`` ``[m, A*H]``, in their dtype.
 
         Raises:
             DataError: the row is not what was written.
         """
-        spans = self._spans(slot)
-        for name, (start, stop) in zip(("last", "aux"), spans, strict=True):
-            if stop > start:
-                self._will_need(name, start, stop)
-        if _row_sum(self._tensors, spans) != self._sums[slot]:
+        pieces = self._pieces(slot)
+        if _sum_of(self._bytes[first:end] for first, end in pieces.values()) != self._sums[slot]:
             raise shard_error(self.path, f"holds row {int(self.rows[slot])} otherwise than it was written")
-        for name, out, (start, stop) in (("last", last, spans[0]), ("aux", aux, spans[1])):
-            if out is not None:
-                scale, channel = (self._tensors.get(f"{name}_{part}") for part in ("scale", "channel"))
-                decode(self._tensors[name][start:stop], None if scale is None else scale[start:stop], channel, out)
-
-    def _will_need(self, name: str, start: int, stop: int) -> None:
-        """Lets the system read the pages of some positions in one go, where it can be told."""
-        if not hasattr(mmap, "MADV_WILLNEED"):
-            return
-        tensor = self._tensors[name]
-        first, width = tensor.data_ptr() - self._address, tensor.shape[1] * tensor.element_size()
-        begin = (first + start * width) // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, begin, first + stop * width - begin)
+        for name, out, (start, stop) in zip(KINDS, (last, aux), self._spans(slot), strict=True):
+            if out is None or stop == start:
+                continue
+            codes, scale = self._tensors[name], self._tensors.get(f"{name}_scale")
+            if scale is None and codes.dtype is out.dtype:
+                # A plain copy of bytes: an operation of torch would take longer to begin than this to end.
+                first, end = pieces[name]
+                np.copyto(out.view(torch.uint8).numpy().reshape(-1), self._bytes[first:end])
+            else:
+                kept = None if scale is None else scale[start:stop]
+                decode(codes[start:stop], kept, self._tensors.get(f"{name}_channel"), out)
 
     def forget_pages(self) -> None:
         """Gives back the memory of pages that were read; they stay in the system's cache of files."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdraft.core.errors import DataError
 from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatch
-from specdraft.data.feature_layout import kept_positions
+from specdraft.data.feature_layout import Places, kept_positions
 from specdraft.data.feature_shards import Shard, row_key, shard_error
+from specdraft.data.shards import replacing
 
 FORMAT = 1
 STORE_NAME = "store.json"
@@ -243,14 +244,11 @@ class FeatureStore:
 
     def _add(self, entry: ShardEntry) -> None:
         path = self.folder / entry.file
-        size = path.stat().st_size if path.is_file() else None
+        if not path.is_file():
+            raise shard_error(path, "is missing")
+        size = path.stat().st_size
         if size != entry.num_bytes:
-            what = (
-                "is missing"
-                if size is None
-                else f"has {size:,} bytes and not the {entry.num_bytes:,} that were written"
-            )
-            raise shard_error(path, what)
+            raise shard_error(path, f"has {size:,} bytes and not the {entry.num_bytes:,} that were written")
         number = len(self._files)
         shard = Shard(path, self.identity.digest)
         if shard.rows.numel() and not 0 <= int(shard.rows.min()) <= int(shard.rows.max()) < len(self._places):
@@ -286,7 +284,9 @@ class FeatureStore:
 
     def missing(self, rows: Iterable[int]) -> list[int]:
         """Those of ``rows`` that are not stored."""
-        return [row for row in rows if not self.has(row)]
+        places = torch.tensor(list(rows), dtype=torch.int64)
+        lacking: list[int] = places[self._places[places, 0] < 0].tolist()
+        return lacking
 
     def read(self, tokens: TokenBatch) -> StoredFeatures | None:
         """The states of a batch in host memory; None if one of its rows is not stored.
@@ -297,35 +297,40 @@ class FeatureStore:
             DataError: a shard is not what was written, or a row was captured from other tokens.
         """
         request, length = self.identity.request, tokens.input_ids.shape[1]
+        ids, masks = tokens.input_ids.numpy(), tokens.loss_mask.numpy()
         found = []
         for place, b, start, stop in documents(tokens):
             if place < 0:
                 continue
-            mask = tokens.loss_mask[b, start:stop]
+            mask = masks[b, start:stop]
             last, aux = kept_positions(mask, request)
-            if not last.numel():
+            if not last.size:
                 continue
             number, slot = self._places[place].tolist()
             if number < 0:
                 return None
             shard, offset = self._shard(number), b * length + start
-            own = (last.numel(), aux.numel())
-            if shard.key(slot) != row_key(tokens.input_ids[b, start:stop], mask) or shard.counts(slot) != own:
-                raise shard_error(shard.path, f"holds row {place} of other data")
+            if shard.key(slot) != row_key(ids[b, start:stop], mask) or shard.counts(slot) != (last.size, aux.size):
+                raise DataError(
+                    f"features.dir: {shard.path.name} holds row {place} of other data, got {self.folder}; remove the "
+                    "folder and run specdraft prepare"
+                )
             found.append((shard, slot, last + offset, aux + offset))
         return self._gathered(found, (tokens.input_ids.shape[0], length))
 
-    def _gathered(self, found: list[tuple[Shard, int, Tensor, Tensor]], shape: tuple[int, int]) -> StoredFeatures:
+    def _gathered(self, found: list[tuple[Shard, int, Places, Places]], shape: tuple[int, int]) -> StoredFeatures:
         """Reads the rows, each given by shard, slot and its flat positions of both kinds."""
         size, layers = self.identity.hidden_size, len(self.identity.aux_layers)
-        none = torch.zeros(0, dtype=torch.int64)
-        last_at = torch.cat([none, *(at for _, _, at, _ in found)])
-        aux_at = torch.cat([none, *(at for _, _, _, at in found)])
+        none = np.zeros(0, np.int64)
+        last_at = torch.from_numpy(np.concatenate([none, *(at for _, _, at, _ in found)]))
+        aux_at = torch.from_numpy(np.concatenate([none, *(at for _, _, _, at in found)]))
         last = torch.empty(last_at.numel(), size, dtype=self.dtype)
         aux = torch.empty(aux_at.numel(), layers * size, dtype=self.dtype) if layers else None
+        for shard, slot, _, _ in found:
+            shard.announce(slot)
         ends = [0, 0]
         for shard, slot, own_last, own_aux in found:
-            stops = [ends[0] + own_last.numel(), ends[1] + own_aux.numel()]
+            stops = [ends[0] + own_last.size, ends[1] + own_aux.size]
             shard.read(slot, last[ends[0] : stops[0]], None if aux is None else aux[ends[1] : stops[1]])
             ends = stops
         self._touched += sum(t.numel() * t.element_size() for t in (last, aux) if t is not None)
@@ -342,13 +347,5 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -17,7 +18,7 @@ from torch import Tensor
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.core.types import Features, TokenBatch
 from specdraft.data._quantized import DTYPES, LARGEST
-from specdraft.data.feature_layout import CODE_BYTES, kept_positions
+from specdraft.data.feature_layout import CODE_BYTES, Places, kept_positions
 from specdraft.data.feature_shards import RowStates, Shard, row_key, shard_tensors, tensor_bytes, write_shard
 from specdraft.data.feature_store import (
     FORMAT,
@@ -190,15 +191,15 @@ class FeatureWriter:
         """
         request, length = self.identity.request, tokens.input_ids.shape[1]
         wanted: list[tuple[int, int, tuple[int, int]]] = []
-        last_at: list[Tensor] = []
-        aux_at: list[Tensor] = []
-        ids, masks = tokens.input_ids.cpu(), tokens.loss_mask.cpu()
+        last_at: list[Places] = []
+        aux_at: list[Places] = []
+        ids, masks = tokens.input_ids.cpu().numpy(), tokens.loss_mask.cpu().numpy()
         for place, b, start, stop in documents(tokens):
             last, aux = kept_positions(masks[b, start:stop], request)
-            if place < 0 or not last.numel() or known.has(place) or self._added[place]:
+            if place < 0 or not last.size or known.has(place) or self._added[place]:
                 continue
             key = row_key(ids[b, start:stop], masks[b, start:stop])
-            wanted.append((place, key, (last.numel(), aux.numel())))
+            wanted.append((place, key, (last.size, aux.size)))
             last_at.append(last + b * length + start)
             aux_at.append(aux + b * length + start)
         if not wanted:
@@ -210,9 +211,9 @@ class FeatureWriter:
         for i, (place, key, _) in enumerate(wanted):
             self.add(RowStates(place, key, parts[i], None if layers is None else layers[i]))
 
-    def _taken(self, states: Tensor, places: list[Tensor]) -> Tensor:
+    def _taken(self, states: Tensor, places: list[Places]) -> Tensor:
         """States ``[B, T, W]`` at flat positions, on the host."""
-        taken = states.flatten(0, 1).index_select(0, torch.cat(places).to(states.device))
+        taken = states.flatten(0, 1).index_select(0, torch.from_numpy(np.concatenate(places)).to(states.device))
         if self.identity.precision not in LARGEST:  # those with scales are made from the states as they are
             taken = taken.to(DTYPES[self.identity.precision])
         return taken.cpu()

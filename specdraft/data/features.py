@@ -68,9 +68,10 @@ class StoredRows:
         if stored is not None:
             return StoredBatch(**_token_fields(tokens), stored=stored)
         if self._must_hold:
-            lacking = [row for row, *_ in documents(tokens) if row >= 0 and not self.store.has(row)]
+            rows = [row for row, b, start, stop in documents(tokens) if tokens.loss_mask[b, start + 2 : stop].any()]
+            lacking = self.store.missing(rows)[0]
             raise DataError(
-                f"features.dir: the store lacks row {lacking[0]}, got {self.store.folder}; run specdraft prepare with the same "
+                f"features.dir: the store lacks row {lacking}, got {self.store.folder}; run specdraft prepare with the same "
                 "settings, or use features=hybrid"
             )
         return tokens
