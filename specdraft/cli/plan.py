@@ -192,7 +192,8 @@ def measure(cfg: PlanRun, found: Forecast) -> tuple[Measured, Workload]:
         prepared_s = time.perf_counter() - start
         inputs, target = assemble(sample, accelerator, Console(quiet=True), (target, data))
         recorder = Recorder()
-        train(replace(inputs, tracker=recorder))
+        if train(replace(inputs, tracker=recorder)).stopped:
+            raise KeyboardInterrupt
         decode_s = None
         evaluate = acceptance(
             replace(sample, trainer=replace(sample.trainer, eval_prompts=DECODED_PROMPTS)), target, inputs.head
