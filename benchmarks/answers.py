@@ -15,7 +15,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,20 +54,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="all methods in turns, so often; the best counts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0, 1.3], help="the first is edited")
     parser.add_argument("--other", nargs="*", default=[], help="conversations with answers of another origin")
+    parser.add_argument("--cpu-time", action="store_true", help="of this process, for a busy machine and one thread")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
 
 
 def answers(
-    writer: AnswerWriter, talks: Sequence[Conversation], renderer: ChatRenderer, config: DataConfig
+    writer: AnswerWriter,
+    talks: Sequence[Conversation],
+    renderer: ChatRenderer,
+    config: DataConfig,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[Answer], float]:
     """The answers in order of their keys, and the seconds they took."""
     with tempfile.TemporaryDirectory() as folder:
         journal = AnswerJournal(Path(folder))
-        begin = time.perf_counter()
+        begin = clock()
         regenerate(talks, renderer, writer, journal, config)
-        seconds = time.perf_counter() - begin
+        seconds = clock() - begin
         return [journal[key] for key in sorted(journal)], seconds
 
 
@@ -77,6 +83,7 @@ def speed(args: argparse.Namespace, talks: list[Conversation]) -> Table:
     peer = load_target(TargetConfig(name=args.target, dtype=args.dtype, pack_weights=False))
     assert target.tokenizer is not None
     renderer = ChatRenderer(target.tokenizer)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     decoders = {"our decoder, plain": SpeculativeDecoder(target)}
     for folder in args.heads:
         head = load_head(folder, dtype=target.dtype).requires_grad_(False)
@@ -88,7 +95,8 @@ def speed(args: argparse.Namespace, talks: list[Conversation]) -> Table:
         f"at most {args.new_tokens} new tokens, greedy, best of {args.rounds}",
         box=box.MARKDOWN,
     )
-    for name in ("batch", "writer", "tokens/s", "over generate()", "same answers"):
+    unit = "tokens/s of processor time" if args.cpu_time else "tokens/s"
+    for name in ("batch", "writer", unit, "over generate()", "same answers"):
         table.add_column(name, justify="left" if name == "writer" else "right")
     for size in args.batches:
         config = DataConfig(max_new_tokens=args.new_tokens, generate_batch_size=size)
@@ -100,7 +108,7 @@ def speed(args: argparse.Namespace, talks: list[Conversation]) -> Table:
             answers(writer, talks[:2], renderer, replace(config, max_new_tokens=8))
         for _ in range(args.rounds):
             for name, writer in writers.items():
-                found, seconds = answers(writer, talks, renderer, config)
+                found, seconds = answers(writer, talks, renderer, config, clock)
                 texts[name] = [answer.answer_ids for answer in found]
                 rate = sum(map(len, texts[name])) / seconds
                 best[name] = max(rate, best.get(name, 0.0))
@@ -132,41 +140,42 @@ def edited(target: HFTarget, rows: Sequence[TokenRow], every: int) -> list[Token
     return found
 
 
-def own(args: argparse.Namespace, talks: list[Conversation]) -> Table:
+def own(args: argparse.Namespace, talks: list[Conversation]) -> None:
     target = load_target(TargetConfig(name=args.target, dtype=args.dtype))
     assert target.tokenizer is not None
     renderer = ChatRenderer(target.tokenizer)
     config = DataConfig(max_new_tokens=args.new_tokens, generate_batch_size=max(args.batches))
-    sets: dict[str, list[TokenRow]] = {}
-    for temperature in (0.0, 0.7, 1.0, 1.3):
-        drawn = replace(config, temperature=temperature)
-        found, _ = answers(DecoderWriter(SpeculativeDecoder(target), drawn), talks, renderer, drawn)
-        sets[f"own, temperature {temperature:g}"] = [as_row(answer) for answer in found]
-    greedy = sets["own, temperature 0"]
-    sets["greedy, 1 token in 20 another"] = edited(target, greedy, 20)
-    sets["greedy, 1 token in 8 another"] = edited(target, greedy, 8)
-    prompts = [[token for token, on in zip(row.input_ids, row.loss_mask, strict=True) if not on] for row in greedy]
-    texts = [[token for token, on in zip(row.input_ids, row.loss_mask, strict=True) if on] for row in greedy]
-    shifted = zip(prompts, texts[1:] + texts[:1], strict=True)
-    sets["greedy answers to other prompts"] = [
-        TokenRow([*prompt, *text], [False] * len(prompt) + [True] * len(text)) for prompt, text in shifted
-    ]
-    for other in args.other:
-        others = load_conversations([other], args.limit).conversations
-        rows = [row.truncate(512) for talk in others for row in renderer.rows(talk.messages)]
-        sets[f"answers of {Path(other).stem}"] = [row for row in rows if row is not None]
-    table = Table(title=f"{args.target}, {args.dtype}, at most {args.new_tokens} new tokens", box=box.MARKDOWN)
-    for name in ("answers", "rows", "mean log-probability", "5%..95%", "excess", "5%..95%", "z", "5%..95%", "suspect"):
-        table.add_column(name, justify="left" if name == "answers" else "right")
-    for name, rows in sets.items():
-        found_own = own_answers(target, rows)
+    columns = ("answers", "rows", "mean log-probability", "5%..95%", "excess", "5%..95%", "z", "5%..95%", "suspect")
+    print(f"{args.target}, {args.dtype}, at most {args.new_tokens} new tokens\n")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+
+    def tell(name: str, rows: Sequence[TokenRow]) -> None:
+        found = own_answers(target, rows)
         cells = []
-        for values in (found_own.mean_logprobs, found_own.excesses, found_own.z_scores):
+        for values in (found.mean_logprobs, found.excesses, found.z_scores):
             ordered = torch.tensor(values)
             low, high = ordered.quantile(0.05).item(), ordered.quantile(0.95).item()
             cells += [f"{ordered.mean().item():.2f}", f"{low:.2f}..{high:.2f}"]
-        table.add_row(name, str(len(rows)), *cells, f"{found_own.share_suspect:.1%}")
-    return table
+        print(f"| {name} | {len(rows)} | {' | '.join(cells)} | {found.share_suspect:.0%} |", flush=True)
+
+    drawn: dict[float, list[TokenRow]] = {}
+    for temperature in args.temperatures:
+        warm = replace(config, temperature=temperature)
+        found, _ = answers(DecoderWriter(SpeculativeDecoder(target), warm), talks, renderer, warm)
+        drawn[temperature] = [as_row(answer) for answer in found]
+        tell(f"own, temperature {temperature:g}", drawn[temperature])
+    for other in args.other:
+        others = load_conversations([other], args.limit).conversations
+        rows = [row.truncate(512) for talk in others for row in renderer.rows(talk.messages)]
+        tell(f"of {Path(other).stem}", [row for row in rows if row is not None])
+    greedy = drawn[args.temperatures[0]]
+    prompts = [[token for token, on in zip(row.input_ids, row.loss_mask, strict=True) if not on] for row in greedy]
+    texts = [[token for token, on in zip(row.input_ids, row.loss_mask, strict=True) if on] for row in greedy]
+    shifted = zip(prompts, texts[1:] + texts[:1], strict=True)
+    moved = [TokenRow([*prompt, *text], [False] * len(prompt) + [True] * len(text)) for prompt, text in shifted]
+    tell("own, but to other prompts", moved)
+    for every in (8, 20):
+        tell(f"own, 1 token in {every} another", edited(target, greedy, every))
 
 
 def main() -> None:
@@ -174,7 +183,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     talks = load_conversations([args.prompts], args.limit).conversations
-    Console(width=170).print(speed(args, talks) if args.what == "speed" else own(args, talks))
+    if args.what == "own":
+        own(args, talks)
+    else:
+        Console(width=170).print(speed(args, talks))
 
 
 if __name__ == "__main__":
