@@ -159,8 +159,11 @@ def load_head(
     revision: str | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    mapped: bool = False,
 ) -> DraftHead:
     """The head in a folder or Hub repository, in eval mode; dtype None keeps the saved one.
+
+    mapped: the weights stay in their file, of which pages are read as they are needed, rather than being copied.
 
     Raises:
         CheckpointError: a file is missing, torn, or holds other tensors than the head's own, no more and no less.
@@ -182,12 +185,14 @@ def load_head(
         raise CheckpointError(
             f"head: {WEIGHTS_NAME} is missing or torn, got {folder} ({error}); use another checkpoint"
         ) from error
-    load_tensors(head, tensors, folder)
+    load_tensors(head, tensors, folder, assign=mapped)
     return head.to(device=device, dtype=dtype).eval()
 
 
-def load_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Copies ``tensors`` into ``head``, strictly, in the dtype they were saved in.
+def load_tensors(
+    head: DraftHead, tensors: dict[str, torch.Tensor], source: str | Path, *, assign: bool = False
+) -> None:
+    """Copies ``tensors`` into ``head``, strictly, in the dtype they were saved in; ``assign``: makes them the head's own.
 
     Raises:
         CheckpointError: names or shapes differ, or the draft-vocabulary map contradicts itself.
@@ -202,7 +207,7 @@ def load_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], source: str 
     floating = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
     if floating is not None:
         head.to(dtype=floating)
-    head.load_state_dict(tensors, strict=True)
+    head.load_state_dict(tensors, strict=True, assign=assign)
     if head.vocab is not None:
         head.vocab.check()
 

@@ -72,9 +72,18 @@ class TargetFiles:
         """``[V, H]``; the embedding table where the two are tied."""
         return self._read(self.layout.lm_head.get_parameter("weight"))
 
+    def embedding_file(self) -> tuple[Path, str]:
+        """The file that holds the embedding table, and its name there: to read it in parts."""
+        path, key = self._find(self.layout.embedding.get_parameter("weight"))
+        return Path(str(self._file(path))), key
+
     def tensor(self, name: str) -> Tensor:
         """The stored values of the model's parameter ``name``, as the loaded model would call it."""
         return self._read(self._model.get_parameter(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the model's parameter ``name``; nothing is read."""
+        return tuple(self._model.get_parameter(name).shape)
 
     @property
     def has_lm_head_bias(self) -> bool:
@@ -109,12 +118,7 @@ class TargetFiles:
         Raises:
             CheckpointError: not found under any of its names, of another shape, or not readable.
         """
-        names = self._names[id(parameter)]
-        names = [*names, *(OTHER_NAMES[name] for name in names if name in OTHER_NAMES)]
-        key = next((key for name in names if (key := self._key(name)) is not None), None)
-        if key is None:
-            raise self._unreadable(f"holds no tensor {names[0]}")
-        path = self._weight_map[key]
+        path, key = self._find(parameter)
         try:
             if path not in self._open:
                 self._open[path] = safe_open(self._file(path), framework="pt")
@@ -124,6 +128,19 @@ class TargetFiles:
         if tensor.shape != parameter.shape:
             raise self._unreadable(f"holds {key} of shape {list(tensor.shape)}, expected {list(parameter.shape)}")
         return tensor
+
+    def _find(self, parameter: Tensor) -> tuple[str, str]:
+        """The file that a parameter is in, and its name there.
+
+        Raises:
+            CheckpointError: not found under any of its names.
+        """
+        names = self._names[id(parameter)]
+        names = [*names, *(OTHER_NAMES[name] for name in names if name in OTHER_NAMES)]
+        key = next((key for name in names if (key := self._key(name)) is not None), None)
+        if key is None:
+            raise self._unreadable(f"holds no tensor {names[0]}")
+        return self._weight_map[key], key
 
     def _key(self, name: str) -> str | None:
         """The checkpoint's name of a parameter: the same, or the only one that ends alike behind another prefix."""
