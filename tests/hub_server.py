@@ -19,10 +19,14 @@ LFS_SUFFIX = ".safetensors"
 
 
 class FakeHub:
-    """Repositories in memory. ``fail`` maps an endpoint's name to the status it answers with instead."""
+    """Repositories in memory. ``fail`` maps an endpoint's name to the status it answers with instead.
+
+    repos: files of main, by repository. branches: of the others, by repository and branch.
+    """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
+        self.branches: dict[str, dict[str, dict[str, bytes]]] = {}
         self.private: dict[str, bool] = {}
         self.objects: dict[str, bytes] = {}
         self.commits: list[dict[str, Any]] = []
@@ -33,12 +37,23 @@ class FakeHub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def sha(self, repo: str) -> str:
+    def sha(self, repo: str, branch: str = "main") -> str:
         """Commit id: a hash of the contents."""
-        return hashlib.sha1(repr(sorted(self.repos[repo].items())).encode()).hexdigest()
+        return _commit_id(self.files(repo, branch))
 
-    def info(self, repo: str, path: str) -> dict[str, Any]:
-        content = self.repos[repo][path]
+    def files(self, repo: str, revision: str | None) -> dict[str, bytes]:
+        """Those of a branch or commit."""
+        refs = {"main": self.repos[repo], **self.branches.get(repo, {})}
+        if revision in (None, *refs):
+            return refs[revision or "main"]
+        return next(files for name, files in refs.items() if self.sha(repo, name) == revision)
+
+    def has(self, repo: str, revision: str) -> bool:
+        refs = ["main", *self.branches.get(repo, {})]
+        return revision in refs or revision in [self.sha(repo, name) for name in refs]
+
+    def info(self, repo: str, path: str, revision: str | None = None) -> dict[str, Any]:
+        content = self.files(repo, revision)[path]
         found: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _blob_id(content)}
         if path.endswith(LFS_SUFFIX):
             found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 128}
@@ -58,22 +73,30 @@ def fake_hub() -> Iterator[FakeHub]:
         thread.join()
 
 
+def _commit_id(files: dict[str, bytes]) -> str:
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
 def _blob_id(content: bytes) -> str:
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
+_MODEL = r"/api/models/(?P<repo>[^/]+/[^/]+)"
+_REVISION = r"(?P<revision>[^/]+)"
 ROUTES = [
     ("validate", "POST", r"/api/validate-yaml"),
     ("create", "POST", r"/api/repos/create"),
-    ("preupload", "POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/main"),
+    ("refs", "GET", rf"{_MODEL}/refs"),
+    ("branch", "POST", rf"{_MODEL}/branch/{_REVISION}"),
+    ("preupload", "POST", rf"{_MODEL}/preupload/{_REVISION}"),
     ("batch", "POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch"),
     ("put", "PUT", r"/lfs/(?P<oid>[0-9a-f]{64})"),
-    ("commit", "POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/main"),
-    ("paths", "POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/paths-info/[^/]+"),
-    ("info", "GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?"),
-    ("tree", "GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/[^/]+"),
-    ("resolve", "HEAD", r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>.+)"),
-    ("resolve", "GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>.+)"),
+    ("commit", "POST", rf"{_MODEL}/commit/{_REVISION}"),
+    ("paths", "POST", rf"{_MODEL}/paths-info/{_REVISION}"),
+    ("info", "GET", rf"{_MODEL}(/revision/{_REVISION})?"),
+    ("tree", "GET", rf"{_MODEL}/tree/{_REVISION}"),
+    ("resolve", "HEAD", rf"/(?P<repo>[^/]+/[^/]+)/resolve/{_REVISION}/(?P<path>.+)"),
+    ("resolve", "GET", rf"/(?P<repo>[^/]+/[^/]+)/resolve/{_REVISION}/(?P<path>.+)"),
 ]
 
 
@@ -96,6 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
                     return self.reply(self.hub.fail[name], {"error": f"refused on purpose: {name}"})
                 if "repo" in match.groupdict() and match["repo"] not in self.hub.repos:
                     return self.reply(404, {"error": "no such repo"}, {"X-Error-Code": "RepoNotFound"})
+                revision = match.groupdict().get("revision")
+                if revision and name != "branch" and not self.hub.has(match["repo"], revision):
+                    return self.reply(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"})
                 return getattr(self, name)(body, **match.groupdict())
         self.hub.calls.append(f"unknown {self.command} {path}")
         return self.reply(404, {"error": "no such endpoint"})
@@ -125,7 +151,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.private[repo] = asked.get("visibility") == "private" or bool(asked.get("private"))
         return self.reply(200, {"url": f"{self.hub.endpoint}/{repo}"})
 
-    def preupload(self, body: bytes, repo: str) -> None:
+    def refs(self, body: bytes, repo: str) -> None:
+        names = ["main", *self.hub.branches.get(repo, {})]
+        found = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": self.hub.sha(repo, n)} for n in names]
+        self.reply(200, {"branches": found, "converts": [], "tags": []})
+
+    def branch(self, body: bytes, repo: str, revision: str) -> None:
+        self.hub.branches.setdefault(repo, {})[revision] = dict(self.hub.repos[repo])
+        self.reply(200, {})
+
+    def preupload(self, body: bytes, repo: str, revision: str) -> None:
         files = [
             {
                 "path": file["path"],
@@ -137,8 +172,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(200, {"files": files})
 
     def batch(self, body: bytes, repo: str) -> None:
+        # What is there already is not asked for again.
         objects = [
-            {**one, "actions": {"upload": {"href": f"{self.hub.endpoint}/lfs/{one['oid']}"}}}
+            one
+            if one["oid"] in self.hub.objects
+            else {**one, "actions": {"upload": {"href": f"{self.hub.endpoint}/lfs/{one['oid']}"}}}
             for one in json.loads(body)["objects"]
         ]
         self.reply(200, {"transfer": "basic", "objects": objects})
@@ -148,35 +186,41 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.objects[oid] = body
         self.reply(200, {})
 
-    def commit(self, body: bytes, repo: str) -> None:
+    def commit(self, body: bytes, repo: str, revision: str) -> None:
         lines = [json.loads(line) for line in body.splitlines()]
-        changed = {}
+        files, changed = self.hub.files(repo, revision), {}
         for line in lines[1:]:
             value = line["value"]
+            if line["key"] == "deletedFile":
+                del files[value["path"]]
+                continue
             content = self.hub.objects[value["oid"]] if line["key"] == "lfsFile" else base64.b64decode(value["content"])
             changed[value["path"]] = content[:-1] if self.hub.corrupt else content
-        self.hub.repos[repo] |= changed
+        files |= changed
         self.hub.commits.append({"repo": repo, "summary": lines[0]["value"]["summary"], "files": sorted(changed)})
-        oid = self.hub.sha(repo)
+        oid = self.hub.sha(repo, revision)
         url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
         self.reply(200, {"success": True, "commitOid": oid, "commitUrl": url})
 
-    def paths(self, body: bytes, repo: str) -> None:
+    def paths(self, body: bytes, repo: str, revision: str) -> None:
         asked = parse_qs(body.decode())["paths"]
-        self.reply(200, [self.hub.info(repo, path) for path in asked if path in self.hub.repos[repo]])
+        files = self.hub.files(repo, revision)
+        self.reply(200, [self.hub.info(repo, path, revision) for path in asked if path in files])
 
     def info(self, body: bytes, repo: str, revision: str | None) -> None:
-        siblings = [{"rfilename": path} for path in sorted(self.hub.repos[repo])]
-        self.reply(200, {"id": repo, "modelId": repo, "sha": self.hub.sha(repo), "siblings": siblings, "tags": []})
+        siblings = [{"rfilename": path} for path in sorted(self.hub.files(repo, revision))]
+        sha = _commit_id(self.hub.files(repo, revision))
+        self.reply(200, {"id": repo, "modelId": repo, "sha": sha, "siblings": siblings, "tags": []})
 
-    def tree(self, body: bytes, repo: str) -> None:
-        self.reply(200, [self.hub.info(repo, path) for path in sorted(self.hub.repos[repo])])
+    def tree(self, body: bytes, repo: str, revision: str) -> None:
+        self.reply(200, [self.hub.info(repo, path, revision) for path in sorted(self.hub.files(repo, revision))])
 
-    def resolve(self, body: bytes, repo: str, path: str) -> None:
-        if path not in self.hub.repos[repo]:
+    def resolve(self, body: bytes, repo: str, revision: str, path: str) -> None:
+        files = self.hub.files(repo, revision)
+        if path not in files:
             return self.reply(404, {"error": "no such file"}, {"X-Error-Code": "EntryNotFound"})
-        etag = f'"{_blob_id(self.hub.repos[repo][path])}"'
-        return self.reply(200, self.hub.repos[repo][path], {"ETag": etag, "X-Repo-Commit": self.hub.sha(repo)})
+        etag = f'"{_blob_id(files[path])}"'
+        return self.reply(200, files[path], {"ETag": etag, "X-Repo-Commit": _commit_id(files)})
 
 
 def card_errors(text: str) -> list[str]:
@@ -190,6 +234,8 @@ def card_errors(text: str) -> list[str]:
         "datasets": list,
         "library_name": str,
         "license": str,
+        "license_link": str,
+        "license_name": str,
         "model-index": list,
         "pipeline_tag": str,
         "tags": list,

@@ -203,6 +203,11 @@ class ExportRun:
     """Formats and destination; ``format=``, ``push_to=``, ``private=``, ``dry_run=``, ``output=`` or ``out=`` for short."""
 
     def __post_init__(self) -> None:
+        if self.export.results_only and self.target.name is not None:
+            raise ConfigError(f"target: has no effect with results_only, got {self.target.name}; leave it out")
+        if self.export.results_only and self.head.path is None:
+            # The head that the repository holds, with the figures beside it.
+            self.head = HeadSource(path=self.export.push_to, revision=self.export.revision)
         if self.head.path is None:
             raise ConfigError("head: is needed, got null; add head=FOLDER or a Hub id")
 
@@ -255,7 +260,13 @@ SHORTHANDS: dict[str, dict[str, str]] = {
     "tune": {"head": "head.path", "prompts": "tune.prompts", "batch_size": "tune.batch_size"},
     "generate": {"head": "head.path"},
     "export": {"head": "head.path", "target": "target.name", "out": "export.output"}
-    | {name: f"export.{name}" for name in ("format", "push_to", "private", "dry_run", "output", "verify", "engines")},
+    | {
+        name: f"export.{name}"
+        for name in (
+            *("format", "push_to", "private", "revision", "layout", "results_only", "dry_run", "output", "license"),
+            *("verify", "engines", "target_gguf"),
+        )
+    },
     "import": {"target": "target.name", "out": "output"},
     "compare": {"heads": "compare.heads"},
 }

@@ -6,12 +6,18 @@ import importlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import Any, cast
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from specdraft.core.errors import ExportError
+from specdraft.export.license import License
 from specdraft.heads.base import DraftHead
 
+CARD_NAME = "README.md"
+LIBRARY = "specdraft"
+RESULTS = "## Results"
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Targets that specdraft knows by a short name -> their id on the Hub."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -45,8 +51,8 @@ SET_HEADER = (
 )
 USE = """\
 ```bash
-specdraft generate head={repo} prompt="Tell me a story."
-specdraft eval head={repo} prompts=builtin
+specdraft generate head={repo}{words} prompt="Tell me a story."
+specdraft eval head={repo}{words} prompts=builtin
 ```
 
 ```python
@@ -58,7 +64,7 @@ from specdraft.targets.hf import load_target
 from specdraft.targets._config import TargetConfig
 
 target = load_target(TargetConfig(name="{target}"))
-head = load_head("{repo}", device=target.device, dtype=target.dtype)
+head = load_head("{repo}", {arguments}device=target.device, dtype=target.dtype)
 check_head_matches(head, target.spec)
 decoder = SpeculativeDecoder(target, HeadProposer(head, target))
 prompt = ChatRenderer(target.tokenizer).prompt_ids([{{"role": "user", "content": "Tell me a story."}}])
@@ -90,7 +96,8 @@ def model_card(
     *,
     base_model: str | None,
     repo_id: str | None,
-    license_name: str | None,
+    license: License | None,
+    revision: str | None = None,
     serve: str | None = None,
 ) -> ModelCard:
     """The card of a head, filled from its run.
@@ -101,7 +108,8 @@ def model_card(
         results: its results.json, portable, if it was evaluated.
         base_model: Hub id of the target; None = a local model.
         repo_id: where it goes; None = its folder's name is left to the reader.
-        license_name: as the Hub writes it, or None.
+        license: of the head; None = not known.
+        revision: branch of the repository; None = main.
         serve: how to use it, for an export in the layout of other engines; None = with specdraft.
     """
     target = config["target"]
@@ -111,10 +119,12 @@ def model_card(
     data = ModelCardData(
         base_model=base_model,
         datasets=_hub_datasets(config) or None,
-        library_name="specdraft",
-        license=license_name,
+        library_name=LIBRARY,
+        license=None if license is None else license.id,
+        license_name=None if license is None else license.name,
+        license_link=None if license is None else license.link,
         pipeline_tag="text-generation",
-        tags=["specdraft", "speculative-decoding", "draft-head", kind],
+        tags=[LIBRARY, "speculative-decoding", "draft-head", kind],
         model_name=(repo_id or title) if figures else None,
         eval_results=figures or None,
     )
@@ -123,17 +133,70 @@ def model_card(
         f"# {title}",
         INTRODUCTION.format(target=_link(base_model) or target["name"]),
         _facts(head, config),
-        "## Results",
-        *(_results(results) if results else ["Not evaluated: run `specdraft eval` and export again."]),
+        RESULTS,
+        *_results(results),
         "## How to use",
-        (USE.format(repo=repo, target=target["name"]) if serve is None else serve)
+        (_use(repo, revision, target["name"]) if serve is None else serve)
         + ("" if base_model else "\nThe target was a local model: give the name of your copy in its place.\n"),
         "## Training",
         *_training(config),
         "## Licence",
-        f"{license_name}. The target has a licence of its own." if license_name else "None was stated by the author.",
+        "None was stated by the author." if license is None else license.sentence(),
     ]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in sections) + "\n")
+
+
+def with_results(text: str, results: Mapping[str, Any], repo_id: str) -> str:
+    """A card with other figures, in its section and in its metadata; the rest, of whose hand it be, stays as it is.
+
+    A card without such a section gets it at its end.
+
+    Raises:
+        ExportError: its metadata cannot be read.
+    """
+    try:
+        card = ModelCard(text)
+    except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ExportError(
+            f"export.results_only: the card's metadata cannot be read, got {' '.join(str(error).split())}; export again"
+        ) from error
+    before, _, after = card.text.partition(f"\n{RESULTS}\n")
+    # Subsections of a set are the section's own.
+    rest = re.search(r"^##? ", after, re.MULTILINE)
+    kept = after[rest.start() :] if rest else ""
+    figures, data = _eval_results(results), cast(ModelCardData, card.data)
+    data.eval_results = figures or None
+    data.model_name = (data.model_name or repo_id) if figures else None
+    section = "\n\n".join(part.strip() for part in (RESULTS, *_results(results)))
+    return f"---\n{data.to_yaml()}\n---\n{before.rstrip()}\n\n{section}\n\n{kept}".rstrip("\n") + "\n"
+
+
+def check_card(text: str, base_model: str | None, license: License | None) -> None:
+    """Reads a card back as the Hub does and holds what it will display against what is meant.
+
+    Raises:
+        ExportError: the metadata is no valid block, or says something else.
+    """
+    wanted = {"library_name": LIBRARY, "base_model": base_model, "license": None if license is None else license.id}
+    try:
+        found = ModelCard(text, ignore_metadata_errors=False).data
+    except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ExportError(
+            f"export.push_to: the model card is not valid, got {' '.join(str(error).split())}; report this"
+        ) from error
+    wrong = [key for key, value in wanted.items() if found.get(key) != value]
+    wrong += ["tags"] * (LIBRARY not in (found.get("tags") or []))
+    if wrong:
+        raise ExportError(
+            f"export.push_to: the model card says something else than is meant, got {wrong[0]} "
+            f"{found.get(wrong[0])!r}; report this"
+        )
+
+
+def _use(repo: str, revision: str | None, target: str) -> str:
+    """How to start with specdraft."""
+    words, arguments = (f" head.revision={revision}", f'revision="{revision}", ') if revision else ("", "")
+    return USE.format(repo=repo, words=words, arguments=arguments, target=target)
 
 
 def hub_id(name: str) -> str | None:
@@ -167,8 +230,10 @@ def _facts(head: DraftHead, config: Mapping[str, Any]) -> str:
     return _markdown(("", ""), list(rows.items()))
 
 
-def _results(results: Mapping[str, Any]) -> list[str]:
+def _results(results: Mapping[str, Any] | None) -> list[str]:
     """Figures of every set, by category and by depth, and where they were measured."""
+    if not results:
+        return ["Not evaluated: run `specdraft eval` and export again."]
     decode, machine = results["decode"], results["environment"]
     shape = "a chain" if decode["tree"] is None else f"a tree of {len(decode['tree'])} nodes"
     if decode.get("dynamic"):

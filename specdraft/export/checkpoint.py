@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
             config, drafted = read_draft(folder / GGUF)
         except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
             raise CheckpointError(f"source: {GGUF} cannot be read, got {source} ({error}); fetch it again") from error
+        _check_finite(drafted, source)
         return Checkpoint(source, folder, config, drafted, read_sidecar(folder), None)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -69,12 +71,17 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder, source):
         tensors.update(_read(path, source))
-    for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise CheckpointError(f"source: tensor {name} holds NaN or infinity, got {source}; use another checkpoint")
+    _check_finite(tensors, source)
     hot = folder / HOT_TOKENS
     hot_tokens = next(iter(_read(hot, source).values())) if hot.is_file() else None
     return Checkpoint(source, folder, config, tensors, read_sidecar(folder), hot_tokens)
+
+
+def _check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raises CheckpointError for a tensor with a value that is no number."""
+    for name, tensor in tensors.items():
+        if not all_finite(tensor):
+            raise CheckpointError(f"source: tensor {name} holds NaN or infinity, got {source}; use another checkpoint")
 
 
 def _locate(source: str, revision: str | None) -> Path:

@@ -18,22 +18,20 @@ from safetensors import SafetensorError
 
 from specdraft.core.errors import ExportError, SpecDraftError
 from specdraft.export._config import ExportConfig
-from specdraft.export.card import hub_id, model_card, portable
+from specdraft.export.card import CARD_NAME, check_card, hub_id, model_card, portable
 from specdraft.export.engines.checking import check_in_engine, unavailable
-from specdraft.export.formats.hf import MARK
-from specdraft.export.hub import upload
+from specdraft.export.formats.hf import FILES, MARK
+from specdraft.export.hub import Repository
 from specdraft.export.llama import write_json
-from specdraft.export.material import RESULTS_NAME, Material
+from specdraft.export.material import MAIN, Material, Place
 from specdraft.export.probe import ROUNDED, TOLERANCE, compare, draft, make_world
 from specdraft.export.registry import Format, choose
 from specdraft.export.serve import serve_text
 from specdraft.export.sidecar import SIDECAR, read_sidecar, sidecar
 from specdraft.heads.base import DraftHead
-from specdraft.heads.storage import CONFIG_NAME, WEIGHTS_NAME, read_head_config, resolve_head
+from specdraft.heads.storage import read_head_config, resolve_head
 
-CARD_NAME, SERVE_NAME = "README.md", "SERVE.md"
-FILES = (CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, RESULTS_NAME)
-"""All that an export in our own format may hold."""
+SERVE_NAME = "SERVE.md"
 
 
 @dataclass(frozen=True)
@@ -85,31 +83,49 @@ def export_head(
             "export a head of the original target"
         )
     material = Material(folder, source.target, source.target_revision, config.push_to, config.license)
+    material.target_gguf = config.target_gguf
     formats, left_out = choose(config.format, material)
+    if config.target_gguf and "gguf" not in [format.name for format in formats]:
+        reason = left_out.get("gguf", f"it has no place for {material.kind} heads")
+        raise ExportError(f"export.target_gguf: needs format gguf, got a head without: {reason}; leave it out")
     for name, reason in left_out.items():
         console.print(f"left out: {name}: {reason}", markup=False, soft_wrap=True)
     if config.verify == "engine" and config.format != ["all"]:
         for format in formats:
-            if (missing := unavailable(format.name, config.engines)) is not None:
+            if (missing := _no_engine(material, format, config)) is not None:
                 raise ExportError(f"export.verify: {missing}")
     alone = config.format != ["all"] and len(formats) == 1
-    material.in_subfolder = not alone
     outputs = [output_folder(source.head, folder, config, format, alone=alone) for format in formats]
-    exports = [
-        _export(material, format, output, config, console) for format, output in zip(formats, outputs, strict=True)
-    ]
+    exports = []
+    for format, output in zip(formats, outputs, strict=True):
+        material.place = place_of(format.name, config, alone=alone)
+        exports.append(_export(material, format, output, config, console))
     if config.push_to is None or config.dry_run:
         return exports
-    return [_upload(export, config, endpoint, alone) for export in exports]
+    return _upload(exports, config.push_to, config, endpoint, alone=alone)
 
 
-def _upload(export: Export, config: ExportConfig, endpoint: str | None, alone: bool) -> Export:
-    """Sends one export: to the root of the repository if it is alone or in our own format, else to a folder of its name."""
-    assert export.folder is not None
-    assert config.push_to is not None
-    subfolder = "" if alone or export.format == "hf" else export.format
-    url = upload(export.folder, list(export.sizes), config.push_to, config.private, endpoint, subfolder)
-    return replace(export, url=url)
+def place_of(name: str, config: ExportConfig, *, alone: bool) -> Place:
+    """Where an export of format ``name`` goes: one alone and our own to the root, unless each has a branch."""
+    if config.layout == "branches":
+        return Place(MAIN if name == "hf" else name)
+    return Place(config.revision or MAIN, "" if alone or name == "hf" else name)
+
+
+def _upload(
+    exports: list[Export], repo_id: str, config: ExportConfig, endpoint: str | None, *, alone: bool
+) -> list[Export]:
+    """Sends every export to its place, once it is known that all may be written."""
+    places = [place_of(export.format, config, alone=alone) for export in exports]
+    repository = Repository(
+        repo_id, endpoint, f"the export is whole in {', '.join(str(export.folder) for export in exports)}"
+    )
+    repository.open(config.private, [place.branch for place in places])
+    sent = []
+    for export, place in zip(exports, places, strict=True):
+        assert export.folder is not None
+        sent.append(replace(export, url=repository.upload(export.folder, list(export.sizes), place)))
+    return sent
 
 
 def _export(material: Material, format: Format, output: Path, config: ExportConfig, console: Console) -> Export:
@@ -120,7 +136,7 @@ def _export(material: Material, format: Format, output: Path, config: ExportConf
             _check_in_engine(material, format, scratch, config, console)
         sizes = {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}
         if config.dry_run:
-            _print_plan(config, output, sizes, card, console)
+            _print_plan(material, config, output, sizes, card, console)
             return Export(format.name, None, sizes, card)
         _put_in_place(scratch, output)
     return Export(format.name, output, sizes, card)
@@ -128,13 +144,20 @@ def _export(material: Material, format: Format, output: Path, config: ExportConf
 
 def _check_in_engine(material: Material, format: Format, folder: Path, config: ExportConfig, console: Console) -> None:
     """Runs the export in its engine, or says why not where that was not asked for by the format's name."""
-    reason = unavailable(format.name, config.engines)
+    reason = _no_engine(material, format, config)
     if reason is not None:
         console.print(f"not run in an engine: {format.name}: {reason}", markup=False, soft_wrap=True)
         return
     head = copy.deepcopy(_reference(material, format.widens and material.head.vocab is not None))
     found = check_in_engine(material, format.name, folder, head.eval().requires_grad_(False), config.engines)
     console.print(f"run in {found.line()}", markup=False, soft_wrap=True)
+
+
+def _no_engine(material: Material, format: Format, config: ExportConfig) -> str | None:
+    """Why the export is not run in an engine; None = it can be."""
+    if material.kind == "peagle":
+        return "drafts in one pass are held against the files alone; use verify=files"
+    return unavailable(format.name, config.engines)
 
 
 def build(material: Material, format: Format, scratch: Path, name: str) -> str:
@@ -149,12 +172,14 @@ def build(material: Material, format: Format, scratch: Path, name: str) -> str:
             material.results,
             base_model=hub_id(material.record["target"]["name"]),
             repo_id=material.repo_id,
-            license_name=material.license,
+            license=material.published_license,
+            revision=material.branch,
             serve=None
             if serve is None
             else f"Written as `{format.name}`; `{SERVE_NAME}` has a command for each engine.",
         )
     )
+    check_card(card, hub_id(material.record["target"]["name"]), material.published_license)
     try:
         format.write(material, scratch)
         if serve is not None:
@@ -178,19 +203,23 @@ def verify(material: Material, format: Format, folder: Path) -> None:
     Raises:
         ExportError: a tensor is missing, too many, not the target's where it should be, or the drafts differ.
     """
+    if format.is_ours:
+        return
+    is_widened = format.widens and material.head.vocab is not None
+    spec = material.spec
+    world = make_world(material.target, spec.num_hidden_layers, spec.vocab_size)
+    drafts = material.drafts.get(is_widened) or draft(_reference(material, is_widened), world)
+    material.drafts[is_widened] = drafts
+    # From here on the files are looked at; head and files need not be in memory together.
+    material.release()
     try:
         readings = format.readings(folder, material)
     except (OSError, ValueError, KeyError, SafetensorError, struct.error) as error:
+        if isinstance(error, SpecDraftError):
+            raise
         raise ExportError(
             f"export.format: the export cannot be read back as {format.name}, got {error!r}; nothing was written, report this"
         ) from error
-    if not readings:
-        return
-    spec = material.spec
-    world = make_world(material.target, spec.num_hidden_layers, spec.vocab_size)
-    is_widened = format.widens and material.head.vocab is not None
-    drafts = material.drafts.get(is_widened) or draft(_reference(material, is_widened), world)
-    material.drafts[is_widened] = drafts
     tolerance = ROUNDED[material.dtype] if format.rounds else TOLERANCE
     for reading in readings:
         try:
@@ -284,12 +313,17 @@ def _put_in_place(scratch: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _print_plan(config: ExportConfig, output: Path, sizes: dict[str, int], card: str, console: Console) -> None:
+def _print_plan(
+    material: Material, config: ExportConfig, output: Path, sizes: dict[str, int], card: str, console: Console
+) -> None:
     """What a run without ``dry_run`` would write and send."""
     console.print(f"would write {output}", markup=False)
     for name, size in sizes.items():
         console.print(f"  {name:<20} {size:>14,} bytes", markup=False, highlight=False)
     if config.push_to is not None:
         kind = "private" if config.private else "public"
-        console.print(f"would upload these files to {config.push_to} ({kind} if it has to be made)", markup=False)
+        branch = f" on branch {material.branch}" if material.branch else ""
+        console.print(
+            f"would upload these files to {config.push_to}{branch} ({kind} if it has to be made)", markup=False
+        )
     console.print(f"model card:\n\n{card}", markup=False, highlight=False, soft_wrap=True)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specdraft.core.errors import CheckpointError, ExportError
 from specdraft.core.types import TargetSpec
 from specdraft.data.sources import file_sha256
 from specdraft.export.card import hub_id, portable
+from specdraft.export.license import License, find_license
 from specdraft.export.probe import Drafts
 from specdraft.export.tensors import all_finite
 from specdraft.heads.base import DraftHead
@@ -23,8 +25,22 @@ from specdraft.targets.weights import TargetFiles
 
 RESULTS_NAME = "results.json"
 RESULTS_SCHEMA = 1
+MAIN = "main"
+"""The branch that a repository shows."""
 DEFAULT_TRIO = "2, n/2 and n-3"
 """Layers that every engine taps for EAGLE-3 when nothing is said, as indices into hidden_states of n layers."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a repository an export is. branch: of the repository; folder: in it, empty = its root."""
+
+    branch: str = MAIN
+    folder: str = ""
+
+    def path(self, name: str) -> str:
+        """Of a file of the export, in the repository."""
+        return f"{self.folder}/{name}" if self.folder else name
 
 
 @dataclass
@@ -32,7 +48,7 @@ class Material:
     """One head to be exported.
 
     folder: of the head. target_name, target_revision: where its target is; None = as recorded. repo_id: where the export
-    will be uploaded, if anywhere. license: of the head.
+    will be uploaded, if anywhere. license: that was given for the head.
     """
 
     folder: Path
@@ -42,20 +58,37 @@ class Material:
     license: str | None = None
     head: DraftHead = field(init=False)
     record: dict[str, Any] = field(init=False)
-    in_subfolder: bool = field(init=False, default=False)
-    """Whether exports share a repository, where engines cannot name them by its id."""
+    target_gguf: bool = field(init=False, default=False)
+    """Whether format gguf holds the target, too."""
+    place: Place = field(init=False, default=Place())
+    """In the repository."""
     drafts: dict[bool, Drafts] = field(init=False, default_factory=dict)
     """What the head drafts over its own vocabulary (False) and over the whole one (True), kept for several formats."""
 
     def __post_init__(self) -> None:
         self.record = read_head_config(self.folder)
-        self.head = load_head(self.folder)
+        self.head = load_head(self.folder, mapped=True)
         self.tensors = self.head.state_dict()
         broken = next((name for name, value in self.tensors.items() if not all_finite(value)), None)
         if broken is not None:
             raise CheckpointError(
                 f"head: tensor {broken} holds NaN or infinity, got {self.folder}; use another checkpoint"
             )
+
+    def release(self) -> None:
+        """Gives back the memory of the pages of the head's file that were read."""
+        self.head.load_state_dict(load_file(self.folder / WEIGHTS_NAME), assign=True)
+        self.tensors = self.head.state_dict()
+
+    @property
+    def in_subfolder(self) -> bool:
+        """Whether the repository's id is not enough for engines, since the export is in a folder of it or on a branch."""
+        return self.place != Place()
+
+    @property
+    def branch(self) -> str | None:
+        """Of the repository; None = main."""
+        return None if self.place.branch == MAIN else self.place.branch
 
     @property
     def kind(self) -> str:
@@ -96,31 +129,22 @@ class Material:
 
     @cached_property
     def results(self) -> dict[str, Any] | None:
-        """results.json of the head without folders of this machine; None if it was not evaluated.
+        """results.json of the head; see ``read_results``."""
+        return read_results(self.folder)
 
-        Raises:
-            ExportError: torn, of another schema, or measured with other weights.
-        """
-        path = self.folder / RESULTS_NAME
-        if not path.exists():
-            return None
-        try:
-            results = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ExportError(
-                f"head: {RESULTS_NAME} cannot be read, got {path} ({error}); evaluate the head again"
-            ) from error
-        if not isinstance(results, dict) or results.get("schema") != RESULTS_SCHEMA:
-            raise ExportError(
-                f"head: {RESULTS_NAME} is not of schema {RESULTS_SCHEMA}, got {path}; evaluate the head again"
-            )
-        measured = results["head"]["sha256"]
-        if measured is not None and measured != file_sha256(self.folder / WEIGHTS_NAME):
-            raise ExportError(
-                f"head: {RESULTS_NAME} was measured with other weights, got {path}; evaluate the head again"
-            )
-        portable_results: dict[str, Any] = portable(results)
-        return portable_results
+    @cached_property
+    def published_license(self) -> License | None:
+        """The licence for the card."""
+        target = self.record["target"]
+        name = self.target_name or target["name"]
+        return find_license(
+            self.license, name, self.target_revision or (None if self.target_name else target["revision"])
+        )
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Of the head's weights as saved."""
+        return file_sha256(self.folder / WEIGHTS_NAME)
 
     @cached_property
     def target(self) -> TargetFiles:
@@ -140,6 +164,32 @@ class Material:
                 f"{self.spec.fingerprint}), got {name} ({spec.fingerprint}); give that target"
             )
         return files
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """results.json of a head without folders of this machine; None if it was not evaluated.
+
+    Raises:
+        ExportError: torn, of another schema, or measured with other weights.
+    """
+    path = folder / RESULTS_NAME
+    if not path.exists():
+        return None
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"head: {RESULTS_NAME} cannot be read, got {path} ({error}); evaluate the head again"
+        ) from error
+    if not isinstance(results, dict) or results.get("schema") != RESULTS_SCHEMA:
+        raise ExportError(
+            f"head: {RESULTS_NAME} is not of schema {RESULTS_SCHEMA}, got {path}; evaluate the head again"
+        )
+    measured = results["head"]["sha256"]
+    if measured is not None and measured != file_sha256(folder / WEIGHTS_NAME):
+        raise ExportError(f"head: {RESULTS_NAME} was measured with other weights, got {path}; evaluate the head again")
+    portable_results: dict[str, Any] = portable(results)
+    return portable_results
 
 
 def default_trio(num_layers: int) -> tuple[int, int, int]:

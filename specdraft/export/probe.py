@@ -69,10 +69,15 @@ def make_world(target: TargetFiles, num_layers: int, vocab_size: int) -> World:
     return World(tokens, hidden, target.embedding, target.embedding_scale, target.lm_head)
 
 
+def has_own_lm_head(head: DraftHead) -> bool:
+    """Whether the head never reads the target's lm_head, which is large."""
+    return "lm_head.weight" in head.vocabulary_parameters()
+
+
 @torch.no_grad()
 def draft(head: DraftHead, world: World) -> Drafts:
     """The chains that the head drafts, one position of the text committed at a time. ``head``: float32, in eval mode."""
-    unembed = Unembedding(world.lm_head.float())
+    unembed = Unembedding(world.lm_head if has_own_lm_head(head) else world.lm_head.float())
     depth = head.config.num_draft_tokens
     tree = DraftTree.chain(depth)
     state = head.init_state(POSITIONS + depth + 1, tree, unembed)

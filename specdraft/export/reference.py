@@ -6,6 +6,7 @@ Nothing here uses the head classes: this is the other half of the comparison.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdraft.core.errors import ExportError
 from specdraft.export.probe import World
-from specdraft.export.tensors import all_finite
+from specdraft.export.tensors import all_finite, file_pieces
 
 Tensors = Mapping[str, Tensor]
 
@@ -47,6 +48,21 @@ def check_shared(tensors: Tensors, name: str, original: Tensor) -> None:
         ExportError: it is not.
     """
     if tensors[name].dtype != original.dtype or not torch.equal(tensors[name], original):
+        raise ExportError(f"export.format: {name} differs from the target's; nothing was written, report this")
+
+
+def check_shared_file(path: Path, name: str, original: tuple[Path, str]) -> None:
+    """The same for a large tensor: both are read in pieces. original: file and name.
+
+    Raises:
+        ExportError: it is not.
+    """
+    try:
+        pairs = zip(file_pieces(path, name), file_pieces(*original), strict=True)
+        is_same = all(mine.dtype == theirs.dtype and torch.equal(mine, theirs) for mine, theirs in pairs)
+    except ValueError:  # of different lengths
+        is_same = False
+    if not is_same:
         raise ExportError(f"export.format: {name} differs from the target's; nothing was written, report this")
 
 
@@ -115,6 +131,26 @@ class Recurrence:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
+    def causal(self, x: Tensor, residual: Tensor) -> Tensor:
+        """One pass over ``[T, .]`` at positions 0 .. T - 1, each of which sees those up to itself; ``[T, H]``."""
+        count, heads, dim = x.shape[0], self.config["num_attention_heads"], self.config["head_dim"]
+        group, positions = heads // self.config["num_key_value_heads"], torch.arange(x.shape[0])
+        query, key, value = (
+            linear(x, self.weight(f"self_attn.{name}")).view(count, -1, dim) for name in ("q_proj", "k_proj", "v_proj")
+        )
+        query, key = self.rotate(query, positions), self.rotate(key, positions).repeat_interleave(group, 1)
+        scores = torch.einsum("phd,khd->hpk", query, key) / dim**0.5
+        scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+        mixed = torch.einsum("hpk,khd->phd", scores.softmax(-1), value.repeat_interleave(group, 1))
+        return self.finish(mixed.reshape(count, -1), residual)
+
+    def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """What the attention found -> the layer's output."""
+        after = residual + linear(mixed, self.weight("self_attn.o_proj"))
+        normed = rms(after, self.weight("post_attention_layernorm"), self.eps)
+        gated = torch.nn.functional.silu(linear(normed, self.weight("mlp.gate_proj")))
+        return after + linear(gated * linear(normed, self.weight("mlp.up_proj")), self.weight("mlp.down_proj"))
+
     def run(
         self,
         hidden: Tensor,
@@ -157,10 +193,7 @@ class Recurrence:
             mixed = torch.einsum("hpk,khd->phd", weights[..., :count], base[1])
             for i, (_, v) in enumerate(chain):
                 mixed = mixed + weights[..., count + i].T[..., None] * v
-            after = residual + linear(mixed.reshape(count, -1), self.weight("self_attn.o_proj"))
-            normed = rms(after, self.weight("post_attention_layernorm"), self.eps)
-            gated = torch.nn.functional.silu(linear(normed, self.weight("mlp.gate_proj")))
-            output = after + linear(gated * linear(normed, self.weight("mlp.up_proj")), self.weight("mlp.down_proj"))
+            output = self.finish(mixed.reshape(count, -1), residual)
             outputs.append(output)
             hidden, tokens = feed(output), drafted[:, step]
         return outputs

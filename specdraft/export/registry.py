@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class Format:
         own and ``write`` has loaded it back.
     engines: who reads the folder and how it is started, given the folder's name.
     widens: True = it has no draft vocabulary for heads on the target's lm_head, and drafts every token.
+    absent: why a kind that its readers have under the same name is not among ``kinds``, and where that can go.
     rounds: True = weights are combined in the head's dtype, so that logits agree to its precision only.
     """
 
@@ -45,10 +46,18 @@ class Format:
     engines: Callable[[Material, str], list[Engine]]
     widens: bool = False
     rounds: bool = False
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is read by specdraft alone, and verified when it is written."""
+        return not self.kinds
 
     def refusal(self, material: Material) -> str | None:
         """Why the head cannot be written so; None = it can."""
         if self.kinds and material.kind not in self.kinds:
+            if material.kind in self.absent:
+                return self.absent[material.kind]
             return f"{self.name} carries {' and '.join(self.kinds)} heads; {nearest(material.kind)}"
         return self.refuse(material)
 
@@ -76,7 +85,7 @@ def choose(wanted: list[str], material: Material) -> tuple[list[Format], dict[st
     chosen, left_out = [], {}
     for name in FORMATS if everything else wanted:
         kinds = find_format(name).kinds
-        if everything and kinds and material.kind not in kinds:
+        if everything and kinds and material.kind not in kinds and material.kind not in find_format(name).absent:
             continue
         reason = find_format(name).refusal(material)
         if reason is None:

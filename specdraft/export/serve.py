@@ -27,8 +27,8 @@ draft after 32 positions is what the head itself drafts.
 | Dtype | {dtype} |
 | Position limit | {limit} (the target's) |
 {layers}
-Run the commands {where}. The drafts are for the weights of this target: those of another checkpoint, even of the same size
-and family, accept fewer.
+Run the commands {where}.{fetch}
+The drafts are for the weights of this target: those of another checkpoint, even of the same size and family, accept fewer.
 """
 WIDENED = """
 This format has no draft vocabulary: the engines draft from all {vocab:,} tokens of the target, the head was trained to draft
@@ -53,6 +53,9 @@ def serve_text(material: Material, name: str, engines: Sequence[Engine], where: 
             dtype=str(material.dtype).removeprefix("torch."),
             limit=spec.max_position_embeddings,
             layers=f"| Fused layers | {layers} (indices into hidden_states; 0 = embeddings) |\n" if layers else "",
+            fetch=f" It comes there with `{fetch_command(material, where)}`."
+            if where.startswith("./") and material.repo_id
+            else "",
             where=f"in the folder that holds `{where.removeprefix('./')}`" if where.startswith("./") else "anywhere",
         )
     ]
@@ -67,9 +70,19 @@ def serve_text(material: Material, name: str, engines: Sequence[Engine], where: 
     return "".join(parts)
 
 
-def vllm_command(material: Material, method: str, where: str) -> str:
+def fetch_command(material: Material, where: str) -> str:
+    """How the folder ``where`` is had from the repository."""
+    name, place = where.removeprefix("./"), material.place
+    revision = f" --revision {material.branch}" if material.branch else ""
+    if place.folder:
+        return f"hf download {material.repo_id}{revision} --include '{name}/*' --local-dir ."
+    return f"hf download {material.repo_id}{revision} --local-dir {name}"
+
+
+def vllm_command(material: Material, method: str, where: str, **more: bool) -> str:
     """The server of vLLM; the method is named since it would otherwise be guessed from the path."""
     config = {"method": method, "model": where, "num_speculative_tokens": material.head.config.num_draft_tokens}
+    config |= more
     return f"vllm serve {material.public_target} --speculative-config '{json.dumps(config)}'"
 
 

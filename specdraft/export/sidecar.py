@@ -31,6 +31,7 @@ def sidecar(material: Material, format: Format, files: list[str]) -> dict[str, A
         "kind": material.kind,
         "head": dict(material.settings),
         "target": portable(material.record["target"]),
+        "weights": material.weights_sha256,
         "files": sorted(files),
     }
     if format.widens and material.head.vocab is not None:

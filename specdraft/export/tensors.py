@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 DTYPES = {
@@ -23,7 +25,24 @@ DTYPES = {
 CHUNK_ROWS = 4096
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor that never is in memory as a whole. pieces: gives its rows in order."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    pieces: Callable[[], Iterator[Tensor]]
+
+    def numel(self) -> int:
+        """Of the whole."""
+        return torch.Size(self.shape).numel()
+
+    def element_size(self) -> int:
+        """Bytes of one value."""
+        return self.dtype.itemsize
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Pieces]) -> None:
     """Writes ``tensors`` to ``path`` in the safetensors layout, one after another.
 
     Raises:
@@ -48,9 +67,28 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
-            rows = tensors[name].detach()
-            for part in (rows.reshape(1) if rows.dim() == 0 else rows).split(CHUNK_ROWS):
+            for part in _parts(tensors[name]):
                 file.write(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _parts(tensor: Tensor | Pieces) -> Iterator[Tensor]:
+    """Some rows at a time."""
+    if isinstance(tensor, Pieces):
+        yield from tensor.pieces()
+        return
+    rows = tensor.detach()
+    yield from (rows.reshape(1) if rows.dim() == 0 else rows).split(CHUNK_ROWS)
+
+
+def file_pieces(path: Path, name: str) -> Iterator[Tensor]:
+    """The rows of a tensor in a file, some at a time; the file is opened anew for each, so that no page of it is kept."""
+    start, count = 0, 1
+    while start < count:
+        with safe_open(path, framework="pt") as file:
+            rows = file.get_slice(name)
+            count = rows.get_shape()[0]
+            yield rows[start : start + CHUNK_ROWS]
+        start += CHUNK_ROWS
 
 
 def all_finite(tensor: Tensor) -> bool:

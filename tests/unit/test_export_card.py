@@ -19,6 +19,7 @@ from specdraft.eval._config import EvalConfig
 from specdraft.eval.acceptance import evaluate_head
 from specdraft.eval.prompts import Prompt
 from specdraft.export.card import hub_id, model_card, portable
+from specdraft.export.license import License
 from specdraft.heads.storage import WEIGHTS_NAME, load_head, read_head_config, save_head
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.hf import load_target
@@ -67,7 +68,7 @@ def card_of(folder: Path, target_name: str = "meta-llama/Llama-3.2-1B-Instruct",
         "results": results,
         "base_model": hub_id(target_name),
         "repo_id": "me/my-head",
-        "license_name": "apache-2.0",
+        "license": License("apache-2.0"),
         **changes,
     }
     return model_card(load_head(folder), config, **arguments)
@@ -163,9 +164,7 @@ def test_the_python_example_runs(
     target = load_target(TargetConfig(name="tiny-target"))
     save_head(make_head("medusa", target.spec), "me/my-head")
     config = read_head_config(Path("me/my-head"))
-    text = str(
-        model_card(load_head("me/my-head"), config, None, base_model=None, repo_id="me/my-head", license_name=None)
-    )
+    text = str(model_card(load_head("me/my-head"), config, None, base_model=None, repo_id="me/my-head", license=None))
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(code, {})
     prompt = ChatRenderer(tokenizer).prompt_ids([{"role": "user", "content": "Tell me a story."}])
@@ -174,7 +173,7 @@ def test_the_python_example_runs(
 
 
 def test_card_without_results_licence_or_hub_target(folder: Path) -> None:
-    card = card_of(folder, "my-local-model", results=None, license_name=None, repo_id=None)
+    card = card_of(folder, "my-local-model", results=None, license=None, repo_id=None)
     text = str(card)
     data = card.data.to_dict()
     assert not {"license", "base_model", "model-index"} & set(data)

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from specdraft.core.errors import ConfigError, ExportError
 from specdraft.export._config import ExportConfig
 from specdraft.export.engines import environments
 from specdraft.export.engines.compare import compare
-from specdraft.export.engines.gguf_target import write_target
 from specdraft.export.engines.ours import Row, our_rows, places
 from specdraft.export.exporting import Source, export_head
 from specdraft.export.gguf_file import read_gguf
+from specdraft.export.gguf_target import write_target
 from specdraft.export.material import Material
 from specdraft.heads.storage import load_head
 from specdraft.targets._config import TargetConfig
@@ -113,7 +114,7 @@ def test_our_rows_are_those_of_the_decoder(target: Path, head: Path) -> None:
 
 def test_the_target_as_gguf(target: Path, head: Path, tmp_path: Path) -> None:
     material = Material(head)
-    write_target(material, tmp_path / "target.gguf")
+    write_target(material, tmp_path / "target.gguf", torch.float32)
     values, tensors = read_gguf(tmp_path / "target.gguf")
     assert values["general.architecture"] == "llama" and values["llama.block_count"] == material.spec.num_hidden_layers
     assert (tensors["output_norm.weight"] == material.target.tensor("model.norm.weight")).all()

@@ -39,6 +39,8 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3_wide": ("eagle3", {"intermediate_size": 56, "num_key_value_heads": 4}),
     "eagle": ("eagle", {}),
     "eagle_reduced": ("eagle", REDUCED),
+    "peagle": ("peagle", {"num_layers": 2, **REDUCED}),
+    "peagle_one_layer": ("peagle", {"num_layers": 1, "num_key_value_heads": 4, **TRIO}),
     "medusa": ("medusa", {}),
     "medusa_reduced": ("medusa", REDUCED),
     "medusa_deep": ("medusa", {"num_layers": 2, "shared_lm_head": False, "num_draft_tokens": 2}),
@@ -47,11 +49,13 @@ CARRIED = {
     "eagle3": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
     "eagle3_trio": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
     "eagle3_two_layers": {"eagle3", "hf", "speculators", "trtllm"},
-    "eagle3_unordered": {"eagle3", "hf", "trtllm"},
+    "eagle3_unordered": {"eagle3", "hf", "speculators", "trtllm"},
     "eagle3_published": {"eagle3", "gguf", "hf", "speculators"},
     "eagle3_wide": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
     "eagle": {"hf", "sglang_eagle", "vllm_eagle"},
     "eagle_reduced": {"hf", "sglang_eagle", "vllm_eagle"},
+    "peagle": {"hf", "speculators"},
+    "peagle_one_layer": {"hf", "speculators"},
     "medusa": {"hf", "medusa"},
     "medusa_reduced": {"hf", "medusa"},
     "medusa_deep": {"hf", "medusa"},
@@ -233,7 +237,35 @@ FAULTS: dict[str, Fault] = {
     "random embedding": ("speculators", "eagle3", tensor_fault(set_item("embed_tokens.weight", value=random_like))),
     "embedding lost": ("speculators", "eagle3", tensor_fault(lambda t: t.pop("embed_tokens.weight"))),
     "speculators flag lost": ("speculators", "eagle3", config_fault(lambda c: c.pop("norm_before_residual"))),
+    "speculators norm_output lost": ("speculators", "eagle3_unordered", config_fault(lambda c: c.pop("norm_output"))),
+    "speculators fc_norm swapped": (
+        "speculators",
+        "eagle3_unordered",
+        tensor_fault(lambda t: t.update({"fc_norm.0.weight": t["fc_norm.2.weight"]})),
+    ),
     "speculators ids off by one": ("speculators", "eagle3", config_fault(set_item(IDS, value=[2, 5, 7]))),
+    "random mask": ("speculators", "peagle", tensor_fault(set_item("mask_hidden", value=random_like))),
+    "mask token off by one": ("speculators", "peagle", config_fault(set_item("mask_token_id", value=lambda i: i - 1))),
+    "another row of the table": (
+        "speculators",
+        "peagle",
+        tensor_fault(lambda t: t["embed_tokens.weight"][5].add_(1)),
+    ),
+    "the mask's row of the target": (
+        "speculators",
+        "peagle",
+        tensor_fault(lambda t: t["embed_tokens.weight"][96].zero_()),
+    ),
+    "a layer lost": (
+        "speculators",
+        "peagle",
+        config_fault(set_item("transformer_layer_config", "num_hidden_layers", value=1)),
+    ),
+    "a layer's norm lost": (
+        "speculators",
+        "peagle",
+        tensor_fault(lambda t: t.pop("layers.1.input_layernorm.weight")),
+    ),
     "medusa biases dropped": ("medusa", "medusa", config_fault(lambda c: c.pop("medusa_fc_bias"))),
     "random medusa lm_head": ("medusa", "medusa", tensor_fault(set_item("1.1.weight", value=random_like))),
     "medusa heads swapped": (
@@ -327,11 +359,11 @@ def test_only_an_earlier_export_is_replaced(heads: dict[str, Path], tmp_path: Pa
 
 
 def test_no_engine_but_ours_gets_an_unknown_kind(target: Path, tmp_path: Path) -> None:
-    for kind in set(head_kinds()) - {"eagle3", "eagle", "medusa"}:
+    for kind in set(head_kinds()) - {"eagle3", "eagle", "medusa", "peagle"}:
         material = Material(saved_head(tmp_path / kind, target, kind))
         chosen, left_out = choose(["all"], material)
         assert [format.name for format in chosen] == ["hf"]
-        assert not left_out
+        assert set(left_out) == ({"speculators"} if kind == "dflash" else set())
         with pytest.raises(
             ExportError, match=rf"^export\.format: cannot carry this head, got eagle3 for {kind}: .*hf$"
         ):
@@ -348,7 +380,11 @@ REFUSED = [
     ("trtllm", "eagle3", {"norm_before_residual": True}, "no norm_before_residual; use format=eagle3"),
     ("openvino", "eagle3", {"aux_layers": [2, 5]}, "fuses 3 layers, the head 2; use format=eagle3"),
     ("trtllm", "eagle3", {"aux_layers": [0, 5, 7]}, "cannot tap the embeddings"),
-    ("speculators", "eagle3", {"fc_norm": True}, "the schema has no fc_norm; use format=eagle3"),
+    ("gguf", "eagle3", {"fc_norm": True}, "llama.cpp: it has no fc_norm; use format=eagle3 with vLLM"),
+    ("openvino", "eagle3", {"norm_output": True}, "it has no norm_output; use format=eagle3 with vLLM"),
+    ("speculators", "dflash", {}, "its dflash norms queries and keys in every layer, as Qwen3 does.*; use format=hf"),
+    ("speculators", "peagle", {"aux_layers": [8, 1, 5]}, "engines fuse layers in ascending order.*; use format=hf"),
+    ("eagle3", "peagle", {}, "eagle3 carries eagle3 heads; use format=speculators or hf"),
     ("medusa", "medusa", {"shared_lm_head": False, **REDUCED}, "cover a part of the vocabulary .*; use format=hf"),
     ("vllm_eagle", "medusa", {}, "vllm_eagle carries eagle heads; use format=medusa or hf"),
 ]

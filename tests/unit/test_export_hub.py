@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from specdraft.core.errors import CheckpointError, ConfigError, ExportError
 from specdraft.export._config import ExportConfig
-from specdraft.export.exporting import FILES, Export, Source
+from specdraft.export.exporting import Export, Source
 from specdraft.export.exporting import export_head as export_heads
-from specdraft.export.formats.hf import probe, verify
+from specdraft.export.formats.hf import FILES, probe, verify
 from specdraft.heads.storage import CONFIG_NAME, WEIGHTS_NAME, load_head, save_head
 from tests.exports import save_target, saved_head
 from tests.hub_server import FakeHub, fake_hub
@@ -220,8 +220,10 @@ def test_several_formats_share_a_repository(hub: FakeHub, tmp_path: Path) -> Non
         for name, data in contents(export.folder).items()
     }
     assert hub.repos[REPO] == wanted
-    assert b"./eagle3" in wanted["eagle3/SERVE.md"]
-    assert REPO.encode() not in wanted["eagle3/SERVE.md"] + wanted["trtllm/trtllm.yaml"]
+    serve = wanted["eagle3/SERVE.md"].decode()
+    assert f"in the folder that holds `eagle3`. It comes there with `hf download {REPO} --include 'eagle3/*'" in serve
+    assert f'"{REPO}"' not in serve
+    assert REPO.encode() not in wanted["trtllm/trtllm.yaml"]
 
 
 def test_a_head_from_the_hub_is_exported_here(folder: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

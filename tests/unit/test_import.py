@@ -26,7 +26,10 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 ROUND_TRIPS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "eagle3": ("eagle3", torch.float32, {"aux_layers": [8, 1, 5], "fc_norm": True, **REDUCED}),
     "eagle3_half": ("eagle3", torch.bfloat16, {"norm_before_residual": True, "layer_init": "random"}),
+    "eagle3_1": ("eagle3", torch.float32, {"fc_norm": True, "norm_output": True, "aux_layers": [2, 5, 7]}),
     "eagle3_gguf": ("eagle3", torch.bfloat16, {**REDUCED, "norm_before_residual": True}),
+    "peagle": ("peagle", torch.float32, {"num_layers": 3, "aux_layers": [1, 4, 6], **REDUCED}),
+    "peagle_half": ("peagle", torch.bfloat16, {"num_layers": 1}),
     "eagle": ("eagle", torch.float32, {"unroll_steps": 2, "input_noise": 0.0}),
     "eagle_half": ("eagle", torch.bfloat16, REDUCED),
     "eagle_bias": ("eagle", torch.float32, {"fusion_bias": True}),
@@ -142,6 +145,23 @@ def test_the_layout_of_speculators(target: Path, tmp_path: Path) -> None:
     assert any("norm_before_residual is true" in line for line in brought.warnings)
     assert brought.head.config.num_draft_tokens == 3
     assert brought.head.spec.name == str(target)
+
+
+@pytest.mark.parametrize("format", ["eagle3", "speculators"])
+def test_the_switches_of_eagle_3_1(format: str, target: Path, tmp_path: Path) -> None:
+    """As another project writes them: from the flags of the config and the norms of every fused layer."""
+    head = saved_head(
+        tmp_path / "head", target, "eagle3", fc_norm=True, norm_output=True, aux_layers=[2, 5, 7], num_draft_tokens=4
+    )
+    folder = foreign(tmp_path / "out", head, format)
+    brought = brought_in(folder, target)
+    assert brought.head.config.fc_norm and brought.head.config.norm_output
+    assert_same(head, brought.folder)
+    edit_config(folder, lambda c: c.pop("norm_output"))
+    assert not brought_in(folder, target).head.config.norm_output
+    edit_tensors(folder, lambda t: t.pop("fc_norm.1.weight"))
+    with pytest.raises(CheckpointError, match=r"^source: lacks fc_norm\.1\.weight"):
+        brought_in(folder, target)
 
 
 def test_maps_and_lm_heads_that_are_not_as_they_should(target: Path, tmp_path: Path) -> None:

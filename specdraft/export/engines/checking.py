@@ -15,9 +15,9 @@ from specdraft.core.errors import ExportError
 from specdraft.export._config import ENGINES_OF
 from specdraft.export.engines.compare import Agreement, compare
 from specdraft.export.engines.environments import TITLES, find_python, run_engine, run_process
-from specdraft.export.engines.gguf_target import write_target
 from specdraft.export.engines.ours import Row, our_rows
 from specdraft.export.formats import gguf, openvino
+from specdraft.export.gguf_target import write_target
 from specdraft.export.material import Material
 from specdraft.heads.base import DraftHead
 from specdraft.targets._config import TargetConfig
@@ -135,7 +135,7 @@ def _for_vllm(material: Material, name: str, folder: Path, scratch: Path, python
 
 def _for_llamacpp(material: Material, name: str, folder: Path, scratch: Path, pythons: Mapping[str, str]) -> Files:
     """The target as a GGUF file, too."""
-    write_target(material, scratch / "target.gguf")
+    write_target(material, scratch / "target.gguf", torch.float32)
     return Files(str(scratch / "target.gguf"), str((folder / gguf.FILE).absolute()))
 
 

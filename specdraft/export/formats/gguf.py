@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGUFWriter
 from torch import Tensor
 
 from specdraft.export.eagle3_layout import eagle3_reading, eagle3_tensors, flag, ordered_layers, refuse_taps
 from specdraft.export.formats import eagle3
-from specdraft.export.gguf_file import read_gguf
+from specdraft.export.gguf_file import Entry, halved, interleaved, read_gguf, write_gguf
+from specdraft.export.gguf_target import FILE as TARGET
+from specdraft.export.gguf_target import check_target, refuse_served, write_target
+from specdraft.export.gguf_tokenizer import add_tokenizer, byte_pairs, tokenizer_of
 from specdraft.export.llama import draft_config
 from specdraft.export.material import Material
 from specdraft.export.probe import Reading
 from specdraft.export.registry import Engine, Format
-from specdraft.targets._config import TargetConfig
-from specdraft.targets.loading import load_tokenizer
 
 FILE = "draft.gguf"
 ARCHITECTURE = "eagle3"
@@ -40,11 +39,6 @@ NAMES = {
     "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
 """Published names -> those of llama.cpp."""
-TYPES = {
-    torch.float32: GGMLQuantizationType.F32,
-    torch.float16: GGMLQuantizationType.F16,
-    torch.bfloat16: GGMLQuantizationType.BF16,
-}
 
 
 def refuse(material: Material) -> str | None:
@@ -55,19 +49,11 @@ def refuse(material: Material) -> str | None:
     rope = material.spec.rope_parameters.get("rope_type", "default")
     if reason is None and rope != "default":
         reason = f"rope of type {rope} is left to llama.cpp's own converter; use format=eagle3 and convert that"
-    if reason is None and _byte_pairs(_tokenizer(material)) is None:
+    if reason is None and byte_pairs(tokenizer_of(material)) is None:
         reason = "the target's tokenizer is not of byte pairs; use format=eagle3 and llama.cpp's own converter"
+    if reason is None and material.target_gguf and (own := refuse_served(material)) is not None:
+        reason = f"target_gguf: {own}"
     return reason
-
-
-def interleaved(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of queries or keys as llama.cpp rotates them: pairs side by side instead of halves apart."""
-    return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-def halved(weight: Tensor, num_heads: int) -> Tensor:
-    """The inverse of ``interleaved``."""
-    return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def write(material: Material, folder: Path) -> None:
@@ -90,65 +76,27 @@ def write(material: Material, folder: Path) -> None:
     writer.add_uint32("eagle3.target_hidden_size", spec.hidden_size)
     writer.add_bool("eagle3.norm_before_residual", flag(material, "norm_before_residual"))
     add_tokenizer(writer, material)
-    tensors = eagle3_tensors(material, eagle3.PREFIX)
-    for name, gguf_name in NAMES.items():
-        tensor = tensors[name]
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = interleaved(tensor, tensor.shape[0] // spec.head_dim)
-        # Norms are float32 in every file of llama.cpp.
-        kind = GGMLQuantizationType.F32 if tensor.dim() == 1 else TYPES[tensor.dtype]
-        tensor = (tensor.float() if tensor.dim() == 1 else tensor).contiguous()
-        if kind is GGMLQuantizationType.BF16:
-            writer.add_tensor(gguf_name, tensor.view(torch.uint8).numpy(), raw_dtype=kind)
-        else:
-            writer.add_tensor(gguf_name, tensor.numpy())
-    if material.draft_ids is not None:
-        writer.add_tensor("d2t", material.draft_ids.numpy().astype(np.int64), raw_dtype=GGMLQuantizationType.I64)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(writer, _entries(material))
+    if material.target_gguf:
+        write_target(material, folder / TARGET)
 
 
-def _tokenizer(material: Material) -> Any:
-    """The target's."""
-    target = material.target
-    return load_tokenizer(TargetConfig(name=target.source, revision=target.revision))
+def _entries(material: Material) -> list[Entry]:
+    """The head's tensors; norms are float32 in every file of llama.cpp."""
+    found = []
+    for name, tensor in eagle3_tensors(material, eagle3.PREFIX).items():
+        if name not in NAMES:
+            continue
 
+        def values(name: str = name, tensor: Tensor = tensor) -> Tensor:
+            rotates = name.endswith(("q_proj.weight", "k_proj.weight"))
+            return interleaved(tensor, tensor.shape[0] // material.spec.head_dim) if rotates else tensor
 
-def _byte_pairs(tokenizer: Any) -> list[str] | None:
-    """The merges of a byte-pair tokenizer, each as two tokens with a space between; None = it is of another kind."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = {} if backend is None else json.loads(backend.to_str())["model"]
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        return None
-    return [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in model["merges"]]
-
-
-def add_tokenizer(writer: GGUFWriter, material: Material) -> None:
-    """The target's vocabulary: llama.cpp compares that of the draft with it."""
-    tokenizer = _tokenizer(material)
-    known = {index: token for token, index in tokenizer.get_vocab().items()}
-    special = set(tokenizer.all_special_ids)
-    size = material.spec.vocab_size
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([known.get(index, f"[PAD{index}]") for index in range(size)])
-    writer.add_token_types(
-        [
-            TokenType.CONTROL if index in special else TokenType.NORMAL if index in known else TokenType.UNUSED
-            for index in range(size)
-        ]
-    )
-    writer.add_token_merges(_byte_pairs(tokenizer) or [" "])  # the writer has no type for an empty list
-    for add, index in (
-        (writer.add_bos_token_id, tokenizer.bos_token_id),
-        (writer.add_eos_token_id, tokenizer.eos_token_id),
-        (writer.add_pad_token_id, tokenizer.pad_token_id),
-    ):
-        if index is not None:
-            add(index)
-    writer.add_add_bos_token(bool(getattr(tokenizer, "add_bos_token", False)))
+        kind = torch.float32 if tensor.dim() == 1 else tensor.dtype
+        found.append(Entry(NAMES[name], tensor.shape, kind, values))
+    if (ids := material.draft_ids) is not None:
+        found.append(Entry("d2t", ids.shape, torch.int64, ids.contiguous))
+    return found
 
 
 def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -194,19 +142,26 @@ def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def readings(folder: Path, material: Material) -> list[Reading]:
     """As llama.cpp reads it: layers by their inputs, and always three of them."""
+    if material.target_gguf:
+        check_target(material, folder / TARGET)
     config, tensors = read_draft(folder / FILE)
     layers = config["eagle_aux_hidden_state_layer_ids"]
     return [eagle3_reading("llama.cpp", config, tensors, eagle3.PREFIX, layers)]
 
 
 def engines(material: Material, where: str) -> list[Engine]:
-    """llama.cpp's server, with the target converted by its own script."""
+    """llama.cpp's server, with the target that is beside the draft or that its own script has converted."""
     depth = material.head.config.num_draft_tokens
+    served, convert = (
+        "target.gguf",
+        f"python convert_hf_to_gguf.py {material.public_target} --outtype bf16 --outfile target.gguf\n",
+    )
+    if material.target_gguf:
+        served, convert = f"{where}/{TARGET}", ""
     command = (
-        f"python convert_hf_to_gguf.py {material.target.source} --outtype bf16 --outfile target.gguf\n"
-        f"llama-server -m target.gguf -md {where}/{FILE} --spec-type draft-eagle3 --spec-draft-n-max {depth} "
+        f"{convert}llama-server -m {served} -md {where}/{FILE} --spec-type draft-eagle3 --spec-draft-n-max {depth} "
         "--spec-draft-p-min 0"
-    ).replace(material.target.source, material.public_target)
+    )
     return [Engine("llama.cpp", command)]
 
 

@@ -11,16 +11,20 @@ import torch
 from specdraft.core.errors import ExportError, SpecDraftError
 from specdraft.core.tree import DraftTree
 from specdraft.core.types import DraftContext, Features, Unembedding
-from specdraft.export.card import portable
+from specdraft.export.card import CARD_NAME, portable
 from specdraft.export.material import RESULTS_NAME, Material
-from specdraft.export.probe import Reading
+from specdraft.export.probe import Reading, has_own_lm_head
 from specdraft.export.registry import Engine, Format
 from specdraft.heads.base import DraftHead
 from specdraft.heads.storage import CONFIG_NAME, WEIGHTS_NAME, load_head
 
 MARK = "export"
 """Key of config.json by which an earlier export is told from a head of a run."""
+FILES = (CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, RESULTS_NAME)
+"""All that an export in our own format may hold."""
 PROBE_TOKENS = 8
+PROBE_ROWS = 1024
+"""Embeddings that are told apart."""
 
 
 def write(material: Material, folder: Path) -> None:
@@ -45,7 +49,7 @@ def verify(folder: Path, head: DraftHead) -> None:
         ExportError: anything differs.
     """
     try:
-        copy = load_head(folder)
+        copy = load_head(folder, mapped=True)
     except SpecDraftError as error:
         raise ExportError(f"export.format: the export cannot be read back, got {error}; report this") from error
     wanted, found = head.state_dict(), copy.state_dict()
@@ -58,9 +62,9 @@ def verify(folder: Path, head: DraftHead) -> None:
 
 @torch.no_grad()
 def probe(head: DraftHead) -> torch.Tensor:
-    """``[1, K]`` int64: what the head drafts after random features, with a random matrix for the target's lm_head.
+    """``[1, K]`` int64: what the head drafts after random features of random tokens.
 
-    It needs memory for one matrix of the lm_head's size.
+    A head without an lm_head of its own is given a random matrix of the size of the target's.
     """
     generator = torch.Generator().manual_seed(0)
     spec, size = head.spec, PROBE_TOKENS
@@ -68,14 +72,17 @@ def probe(head: DraftHead) -> torch.Tensor:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32).to(head.dtype)
 
-    unembed = Unembedding(random(spec.vocab_size, spec.hidden_size))
+    rows = random(min(PROBE_ROWS, spec.vocab_size), spec.hidden_size)
+    unembed = Unembedding(rows[:1].expand(spec.vocab_size, -1))
+    if not has_own_lm_head(head):
+        unembed = Unembedding(random(spec.vocab_size, spec.hidden_size))
     num_aux = len(head.features().aux_layers)
     aux = random(1, size, num_aux * spec.hidden_size) if num_aux else None
     tokens = torch.randint(spec.vocab_size, (1, size), generator=generator)
     context = DraftContext(tokens, Features(random(1, size, spec.hidden_size), aux), 0)
     tree = DraftTree.chain(head.config.num_draft_tokens)
     state = head.init_state(size + len(tree) + 1, tree, unembed)
-    return head.propose(state, context, lambda ids: unembed.weight[ids], tree).tokens
+    return head.propose(state, context, lambda ids: rows[ids % len(rows)], tree).tokens
 
 
 def refuse(material: Material) -> str | None:

@@ -41,8 +41,9 @@ def names(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def matches(checkpoint: Checkpoint) -> bool:
-    """A layer with a norm of its own for hidden states."""
-    return f"{PREFIX}hidden_norm.weight" in names(checkpoint) and "fc.weight" in names(checkpoint)
+    """A layer with a norm of its own for hidden states, and no mask of P-EAGLE."""
+    found = names(checkpoint)
+    return f"{PREFIX}hidden_norm.weight" in found and "fc.weight" in found and "mask_hidden" not in found
 
 
 def target_of(checkpoint: Checkpoint) -> str | None:
@@ -145,7 +146,9 @@ def read(checkpoint: Checkpoint, target: TargetFiles, spec: TargetSpec) -> Impor
     settings = chosen_settings(
         checkpoint,
         {
-            "num_draft_tokens": depth_of(checkpoint, _depth(config), assumed) if checkpoint.record is None else 0,
+            "num_draft_tokens": depth_of(checkpoint, proposed_tokens(config), assumed)
+            if checkpoint.record is None
+            else 0,
             "draft_vocab_size": None if ids is None else ids.numel(),
             **layer_settings(layer, spec),
             "aux_layers": layers,
@@ -188,7 +191,7 @@ def read(checkpoint: Checkpoint, target: TargetFiles, spec: TargetSpec) -> Impor
     return Imported("eagle3", settings, ours, mine, reading, assumed, warnings)
 
 
-def _depth(config: dict[str, Any]) -> int | None:
+def proposed_tokens(config: dict[str, Any]) -> int | None:
     """The speculators layout says how many tokens to draft."""
     methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
     found: int | None = methods[0].get("speculative_tokens")
