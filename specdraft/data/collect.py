@@ -93,6 +93,8 @@ def collect(config: DataConfig, sources: Sequence[RowSource], renderer: ChatRend
         if path.is_file():
             path.unlink()  # of a run that was killed
     store, reports, counts = _read(config, sources, folder)
+    for source in sources:
+        source.verify()
     kept = np.arange(len(store))
     if config.near_duplicates is not None and len(store):
         gone = _near_duplicates(config, config.near_duplicates, store)

@@ -87,6 +87,10 @@ class RowSource(ABC):
         """A report without rows yet."""
         return SourceReport(self.name)
 
+    @abstractmethod
+    def verify(self) -> None:
+        """Raises DataError where the rows are no longer those of ``fingerprint``."""
+
     def conversations(self, report: SourceReport) -> Iterator[Conversation]:
         """The usable conversations; ``report`` counts them and the others.
 
@@ -118,10 +122,20 @@ class FileSource(RowSource):
     @cached_property
     def checksums(self) -> list[str]:
         """Of the files. Names do not matter: a file that was moved holds the same rows."""
+        return self._hash()
+
+    def _hash(self) -> list[str]:
         try:
             return [file_sha256(path) for path in self.files]
         except OSError as error:
             raise DataError(f"data.sources: cannot be read, got {self.name} ({error}); check the file") from error
+
+    def verify(self) -> None:
+        """See RowSource: reads the files again."""
+        if self._hash() != self.checksums:
+            raise DataError(
+                f"data.sources: was written to while it was read, got {self.name}; run again when it is whole"
+            )
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -201,6 +215,9 @@ class HubSource(RowSource):
     def report(self) -> SourceReport:
         """See RowSource."""
         return SourceReport(self.name, revision=self.revision)
+
+    def verify(self) -> None:
+        """See RowSource: a commit does not change."""
 
     def _reported(self, what: str, remedy: str) -> _Reported:
         return _Reported(f"data.sources: the Hub data set {what}, got {self.name}", remedy)

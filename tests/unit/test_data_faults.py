@@ -263,6 +263,24 @@ def test_a_row_that_is_torn_is_named_by_file_and_line(config: DataConfig, tmp_pa
     assert len(make(config, tmp_path / "data")) == 8
 
 
+def test_a_file_that_is_written_to_meanwhile_is_refused(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.collect
+
+    def collect(*args: Any) -> Any:
+        with Path(config.sources[0]).open("a") as file:
+            file.write('{"prompt": "late", "completion": "row"}\n')
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "collect", collect)
+        with pytest.raises(DataError, match=r"^data\.sources: was written to while it was read, got .*rows\.jsonl"):
+            make(config, tmp_path / "data")
+    assert not list((tmp_path / "data").glob("*/manifest.json"))
+    assert make(config, tmp_path / "data").manifest["num_conversations"] == 9
+
+
 def test_rows_go_to_as_many_shards_whoever_makes_them(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
