@@ -59,11 +59,16 @@ def _barrier(world_size: int) -> Callable[[], None]:
         return lambda: None
     from datetime import timedelta
 
-    from accelerate import PartialState
+    from torch import distributed
 
-    # One process may have much more to capture than another.
-    state = PartialState(timeout=timedelta(days=7))
-    return lambda: state.wait_for_everyone()
+    if not distributed.is_initialized():
+        # One process may have much more to capture than another.
+        distributed.init_process_group("gloo", timeout=timedelta(days=7))
+
+    def barrier() -> None:
+        distributed.barrier()
+
+    return barrier
 
 
 def open_store(
