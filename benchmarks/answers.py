@@ -54,7 +54,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="all methods in turns, so often; the best counts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0, 1.3], help="the first is edited")
+    parser.add_argument(
+        "--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0, 1.3], help="the first is edited"
+    )
     parser.add_argument("--other", nargs="*", default=[], help="conversations with answers of another origin")
     parser.add_argument("--cpu-time", action="store_true", help="of this process, for a busy machine and one thread")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -229,7 +229,12 @@ def settings_of_training(run: CompareRun, found: PipelineRun) -> dict[str, Any]:
     ``found``: as ``head_runs`` gives it, before its size is fitted.
     """
     groups = ("seed", "target", "head", "adapter", "data", "features", "loss", "optim", "trainer")
-    free: tuple[str, ...] = ("data.cache_dir", "data.generate_batch_size", "trainer.log_every", "trainer.keep_checkpoints")
+    free: tuple[str, ...] = (
+        "data.cache_dir",
+        "data.generate_batch_size",
+        "trainer.log_every",
+        "trainer.keep_checkpoints",
+    )
     free = (*free, "features.dir", "features.budget_gib", "features.shard_mib")
     free = (*free, *ANSWERS_FREE)
     size = {"compare.value": run.compare.value} if run.compare.budget == "parameters" else {}

@@ -86,9 +86,11 @@ class ExportConfig:
             raise ConfigError(f"export.layout: unknown, got {self.layout!r}; use {' or '.join(LAYOUTS)}")
         if self.push_to is None:
             for name in ("private", "revision", "results_only"):
-                if getattr(self, name):
+                value = getattr(self, name)
+                if value:
+                    shown = "true" if value is True else value
                     raise ConfigError(
-                        f"export.{name}: has no effect without push_to, got {getattr(self, name)}; add push_to=user/name"
+                        f"export.{name}: has no effect without push_to, got {shown}; add push_to=user/name"
                     )
             if self.layout != LAYOUTS[0]:
                 raise ConfigError(
@@ -102,10 +104,10 @@ class ExportConfig:
             )
         if self.results_only:
             for name, nothing in (("private", False), ("output", None), ("license", None), ("verify", "files")):
-                if getattr(self, name) != nothing:
-                    raise ConfigError(
-                        f"export.{name}: has no effect with results_only, got {getattr(self, name)}; leave it out"
-                    )
+                value = getattr(self, name)
+                if value != nothing:
+                    shown = "true" if value is True else value
+                    raise ConfigError(f"export.{name}: has no effect with results_only, got {shown}; leave it out")
             if self.format != ["hf"] or self.target_gguf:
                 raise ConfigError(
                     f"export.format: has no effect with results_only, got {', '.join(self.format)}; leave it out"

@@ -131,9 +131,9 @@ def test_occupied_folder_resume_and_must(tmp_path: Path, train: Train, capsys: p
 def test_failures_before_training_leave_no_folder(
     tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A mistake that shows once the target is loaded: one line, exit 2, and the name is still free."""
+    """A mistake that shows once the target is known: one line, exit 2, and the name is still free."""
     assert train("head=medusa", "head.draft_vocab_size=1000") == 2
-    assert "and the target's 97, got 1000; choose a size between them" in capsys.readouterr().err
+    assert "head.draft_vocab_size: exceeds the target's vocabulary of 97, got 1000" in capsys.readouterr().err
     assert not (tmp_path / "outputs/tiny").exists()
 
 
