@@ -341,7 +341,7 @@ def test_json_arrays_are_read_in_blocks(block: int, tmp_path: Path, monkeypatch:
         assert [row for _, row in files.read_rows(path)] == values
     path.write_text("[]")
     assert list(files.read_rows(path)) == []
-    for text, line in (("[1,\n2,\n3 4]", 3), ('[1,\n{"a": tru}]', 2), ("[1]\n\n2", 3), ("[1,\n", 2), ('[1,\n"abc', 2)):
+    for text, line in (("[1,\n2,\n3 4]", 3), ('[1,\n{"a": yes}]', 2), ("[1]\n\n2", 3), ("[1,\n", 2), ('[1,\n"abc', 2)):
         path.write_text(text)
         with pytest.raises(DataError, match=rf"line {line} of .*a\.json is not JSON or is cut off"):
             list(files.read_rows(path))
