@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -38,6 +40,17 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, counted(name))
     return counts
+
+
+@contextmanager
+def only_new_objects() -> Iterator[None]:
+    """Inside, ``live_storages`` looks at what was made inside: what other tests left takes it seconds a call."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def live_storages() -> dict[int, int]:

@@ -79,6 +79,7 @@ def test_rows_of_a_stream_come_together(target: HFTarget) -> None:
     assert all(sorted(order[i : i + 3]) == [0, 1, 2] for i in range(3, 15, 3))
 
 
+@pytest.mark.usefixtures("fresh_memory")
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_closed_stream_leaves_nothing_behind(target: HFTarget, name: str) -> None:
     ours = decoder(target, name)

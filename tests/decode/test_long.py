@@ -86,6 +86,7 @@ def live_bytes() -> int:
     return sum(live_storages().values())
 
 
+@pytest.mark.usefixtures("fresh_memory")
 @pytest.mark.parametrize(
     ("name", "length"),
     [("none", 2000), ("eagle3", 600), ("medusa", 600), ("draft_model", 400), ("prompt_lookup", 600)],
@@ -110,6 +111,7 @@ def test_memory_is_flat_over_many_tokens(target: HFTarget, name: str, length: in
     assert marks[0] > cache.num_bytes == columns * 2 * 4 * 2 * 8 * 4, "columns, states, layers, heads, width, bytes"
 
 
+@pytest.mark.usefixtures("fresh_memory")
 def test_memory_of_a_batch_is_flat(target: HFTarget) -> None:
     decoder = SpeculativeDecoder(target, make(target, "eagle3"))
     marks: list[int] = []
