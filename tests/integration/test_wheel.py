@@ -26,7 +26,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def needed() -> set[str]:
     """Files of the checkout that must be in both archives, relative to the root."""
-    paths = [path for path in (ROOT / "specdraft").rglob("*") if path.suffix in {".py", ".jsonl", ".typed"}]
+    paths = [path for path in (ROOT / "specdraft").rglob("*") if path.suffix in {".py", ".jsonl", ".typed", ".j2"}]
     paths += (ROOT / "configs").rglob("*.yaml")
     return {path.relative_to(ROOT).as_posix() for path in paths} | {"specdraft/py.typed"}
 
