@@ -8,11 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from specdraft.core.tree import DraftTree
+from specdraft.core.types import FeatureRequest, Features, TokenBatch
 from specdraft.data.batching import BatchPlan
 from specdraft.data.chat import TokenRow
 from specdraft.eval.acceptance import measure_acceptance
@@ -132,3 +134,16 @@ def weights(head: DraftHead) -> dict[str, Tensor]:
 def with_trainer(run: TrainInputs, **changes: Any) -> TrainInputs:
     """The run with other trainer settings."""
     return replace(run, trainer=replace(run.trainer, **changes))
+
+
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Receives the rows of every target forward over a training batch from now on, until ``monkeypatch`` is undone."""
+    found: list[int] = []
+    original = HFTarget.capture
+
+    def counted(self: HFTarget, tokens: TokenBatch, request: FeatureRequest) -> Features:
+        found.append(tokens.input_ids.shape[0])
+        return original(self, tokens, request)
+
+    monkeypatch.setattr(HFTarget, "capture", counted)
+    return found

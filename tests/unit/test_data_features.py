@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdraft.core.types import FeatureRequest, Features, TokenBatch
+from specdraft.core.types import FeatureRequest, TokenBatch
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
 from specdraft.data.features import FeatureMemory
 from specdraft.targets.hf import HFTarget
 from tests.tiny import tiny_target
+from tests.training import count_captures
 
 ROWS = [TokenRow(list(range(3, 3 + n)), [False] + [True] * (n - 1)) for n in (9, 6, 12, 7)]
 REQUEST = FeatureRequest((1, 3))
@@ -28,15 +29,7 @@ def target() -> HFTarget:
 @pytest.fixture
 def calls(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Batch sizes of every target forward; those of the check of a new target are over by then."""
-    found: list[int] = []
-    original = HFTarget.capture
-
-    def counted(self: HFTarget, tokens: TokenBatch, request: FeatureRequest) -> Features:
-        found.append(tokens.input_ids.shape[0])
-        return original(self, tokens, request)
-
-    monkeypatch.setattr(HFTarget, "capture", counted)
-    return found
+    return count_captures(monkeypatch)
 
 
 def test_a_second_use_needs_no_forward_and_gives_the_same_states(target: HFTarget, calls: list[int]) -> None:

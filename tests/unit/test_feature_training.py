@@ -11,32 +11,22 @@ import pytest
 import torch
 
 from specdraft.cli.main import main
-from specdraft.core.types import FeatureRequest, Features, TokenBatch
 from specdraft.data.feature_capture import capture_rows
 from specdraft.data.feature_store import FeatureStore, store_identity
 from specdraft.data.feature_writer import FeatureWriter
 from specdraft.data.features import StoredRows
 from specdraft.heads.base import head_kinds
 from specdraft.heads.storage import load_head
-from specdraft.targets.hf import HFTarget
 from specdraft.train.inputs import TrainInputs
 from specdraft.train.loop import train
 from tests.cli import experiment_words, make_workspace
-from tests.training import make_rows, make_run, reset_accelerator, target, weights
+from tests.training import count_captures, make_rows, make_run, reset_accelerator, target, weights
 
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every target forward over a training batch."""
-    found: list[int] = []
-    original = HFTarget.capture
-
-    def counted(self: HFTarget, tokens: TokenBatch, request: FeatureRequest) -> Features:
-        found.append(tokens.input_ids.shape[0])
-        return original(self, tokens, request)
-
-    monkeypatch.setattr(HFTarget, "capture", counted)
-    return found
+    return count_captures(monkeypatch)
 
 
 def stored(run: TrainInputs, folder: Path, hybrid: bool = False) -> TrainInputs:
