@@ -186,7 +186,8 @@ def finish_head(found: PipelineRun, settings: dict[str, Any]) -> int:
 
     from specdraft.cli import evaluate
     from specdraft.cli.run import eval_settings
-    from specdraft.cli.train import train_head, write_json
+    from specdraft.cli.train import train_head
+    from specdraft.core.files import write_json
 
     if read_training(found.folder) is None:
         result = train_head(found)

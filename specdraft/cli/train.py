@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdraft.config.schema import ExperimentRun
@@ -45,6 +43,7 @@ def train_head(cfg: ExperimentRun) -> TrainResult:
     from specdraft.cli.plan import announce
     from specdraft.config.paths import check_output
     from specdraft.config.store import save_resolved
+    from specdraft.core.files import write_json
     from specdraft.eval.environment import environment
     from specdraft.targets.lora import check_peft
     from specdraft.train.compiling import check_compiler
@@ -270,13 +269,6 @@ def report(cfg: ExperimentRun, result: TrainResult, console: Console) -> None:
     )
     console.print(f"best head: {cfg.folder / 'best'} ({best})", markup=False)
     console.print(f"measure it: specdraft eval {shlex.quote('head=' + str(cfg.folder / 'best'))}", markup=False)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes ``value`` whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from specdraft.config.overrides import check_hydra_overrides, escape_interpolati
 from specdraft.config.paths import config_dir
 from specdraft.config.schema import RUNS, SHORTHANDS, ExperimentRun
 from specdraft.core.errors import ConfigError, SpecDraftError
+from specdraft.core.files import replacing
 from specdraft.decode._proposer_config import PROPOSERS, ProposerConfig
 from specdraft.heads._config import HeadConfig
 
@@ -184,9 +184,9 @@ def save_resolved(run: Any, folder: Path) -> Path:
     ``specdraft <command> --config-dir <folder> --config-name config`` composes the same run again.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, temporary = folder / "config.yaml", folder / f".config.yaml.{os.getpid()}"
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(run)))), encoding="utf-8")
-    temporary.replace(path)
+    path = folder / "config.yaml"
+    with replacing(path) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(run)))).encode())
     return path
 
 

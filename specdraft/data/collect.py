@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdraft.core.errors import DataError
+from specdraft.core.files import replacing
 from specdraft.data._config import DataConfig
 from specdraft.data.batch_render import BatchRenderer
 from specdraft.data.chat import ChatRenderer
@@ -22,7 +23,6 @@ from specdraft.data.mixture import select
 from specdraft.data.near_duplicates import NUM_HASHES, check_datasketch, find_duplicates, signature
 from specdraft.data.overlap import HeldOut, held_out_texts, load_held_out, open_held_out
 from specdraft.data.progress import progress
-from specdraft.data.shards import replacing
 from specdraft.data.sources import Conversation, RowSource, SourceReport, no_conversation, open_source
 from specdraft.data.store import ConversationStore, StoreWriter
 from specdraft.data.workers import spread

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdraft.core.errors import DataError
+from specdraft.core.files import sync
 from specdraft.data._quantized import Encoded, decode, encode
-from specdraft.data.shards import sync_folder
 
 FORMAT = "1"
 KINDS = ("last", "aux")
@@ -130,10 +129,9 @@ def write_shard(temporary: Path, path: Path, tensors: dict[str, Tensor], store: 
         "digest": _digest(tensors, names),
     }
     save_file(tensors, temporary, metadata=described)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(temporary)
     temporary.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 class Shard:

@@ -18,7 +18,6 @@ from specdraft.core.errors import DataError
 from specdraft.core.types import FeatureRequest, Features, TargetSpec, TokenBatch
 from specdraft.data.feature_layout import Places, kept_positions
 from specdraft.data.feature_shards import Shard, row_key, shard_error
-from specdraft.data.shards import replacing
 
 FORMAT = 1
 STORE_NAME = "store.json"
@@ -339,13 +338,3 @@ class FeatureStore:
             for shard in self._open.values():
                 shard.forget_pages()
         return StoredFeatures(shape, last, last_at, aux, aux_at)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes ``value`` whole or not at all, and to the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with replacing(path) as file:
-        file.write(json.dumps(value, indent=1).encode() + b"\n")

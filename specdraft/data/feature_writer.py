@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from specdraft.core.errors import ConfigError, DataError
+from specdraft.core.files import write_json
 from specdraft.core.types import Features, TokenBatch
 from specdraft.data._quantized import DTYPES, LARGEST
 from specdraft.data.feature_layout import CODE_BYTES, Places, kept_positions
@@ -30,7 +31,6 @@ from specdraft.data.feature_store import (
     documents,
     index_name,
     read_index,
-    write_json,
 )
 
 GIB = 1 << 30

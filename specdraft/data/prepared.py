@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from specdraft.core.errors import DataError
+from specdraft.core.files import replacing, sync
 from specdraft.data.chat import ChatRenderer, TokenRow, tokenizer_hash
-from specdraft.data.shards import TokenRows, TokenShard, replacing, sync_folder, write_batch
+from specdraft.data.shards import TokenRows, TokenShard, write_batch
 from specdraft.data.sources import file_sha256
 
 FORMAT = 2
@@ -174,10 +175,10 @@ def publish(work: Path, folder: Path, num_shards: int, manifest: Mapping[str, An
     with replacing(work / MANIFEST_NAME) as file:
         file.write(json.dumps({**manifest, "format": FORMAT, "shards": checksums}, indent=2).encode() + b"\n")
     work.chmod(0o755)
-    sync_folder(work)
+    sync(work)
     if not (folder / MANIFEST_NAME).exists():
         work.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 def not_saved(folder: Path, error: OSError) -> DataError:

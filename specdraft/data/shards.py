@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from specdraft.core.errors import DataError
+from specdraft.core.files import replacing
 from specdraft.data.chat import TokenRow
 
 _METADATA = b"specdraft"
 _TOKENS = pa.schema([("input_ids", pa.large_list(pa.int32())), ("loss_mask", pa.large_list(pa.bool_()))])
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of ``path`` once it is whole and on the disk; after an error nothing is left of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in ``folder`` are on the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_batch(path: Path, batch: Any, metadata: Mapping[str, Any]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specdraft.core.errors import DataError
+from specdraft.core.files import write_json
 from specdraft.eval.drift import drift_line
 
 PLAIN_WIDTH = 240
@@ -36,20 +34,10 @@ def write_results(results: Mapping[str, Any], path: str | Path) -> Path:
         DataError: the file cannot be written; an older one is untouched.
     """
     path = Path(path)
-    text = json.dumps(results, indent=2, allow_nan=False) + "\n"
-    temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            temporary = file.name
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        write_json(path, results)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise DataError(
             f"output: the results cannot be written, got {path} ({error}); free space or choose another output"
         ) from error

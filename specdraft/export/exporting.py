@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 import struct
 import tempfile
@@ -17,6 +16,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from specdraft.core.errors import ExportError, SpecDraftError
+from specdraft.core.files import sync
 from specdraft.export._config import ExportConfig
 from specdraft.export.card import CARD_NAME, check_card, hub_id, model_card, portable
 from specdraft.export.engines.checking import check_in_engine, unavailable
@@ -189,8 +189,7 @@ def build(material: Material, format: Format, scratch: Path, name: str) -> str:
         (scratch / CARD_NAME).write_text(card, encoding="utf-8")
         for path in scratch.iterdir():
             path.chmod(0o644)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
     except OSError as error:
         raise _cannot_write(scratch, error) from error
     verify(material, format, scratch)

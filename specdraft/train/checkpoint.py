@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdraft.core.errors import CheckpointError
+from specdraft.core.files import replacing, sync
 from specdraft.heads.base import DraftHead
 from specdraft.heads.storage import ADAPTER_NAME, load_tensors
 from specdraft.targets.lora import LoraAdapter
@@ -107,7 +107,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     }
     (folder / STATE_NAME).write_text(json.dumps(record, indent=2) + "\n")
     for path in (*folder.iterdir(), folder):
-        _sync(path)
+        sync(path)
 
 
 def update_state(folder: Path, state: TrainState) -> None:
@@ -119,14 +119,11 @@ def update_state(folder: Path, state: TrainState) -> None:
     path = folder / f"step-{state.step:06d}" / STATE_NAME
     if not path.exists():
         return
-    temporary = path.with_name(f".{STATE_NAME}.tmp")
     try:
         record = json.loads(path.read_text())
-        temporary.write_text(json.dumps({**record, "state": asdict(state)}, indent=2) + "\n")
-        _sync(temporary)
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.write(json.dumps({**record, "state": asdict(state)}, indent=2).encode() + b"\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"output_dir: {path} could not be updated, got {error}; free space") from error
 
 
@@ -139,16 +136,7 @@ def _replace(temporary: Path, final: Path) -> None:
         shutil.rmtree(old)
     else:
         temporary.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    """Forces a file's or folder's bytes to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(final.parent)
 
 
 def _digest(path: Path) -> str:

@@ -293,7 +293,7 @@ def test_counters_can_be_noted_later(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_checkpoint(path).state.best_value == 3.5
     update_state(tmp_path / "checkpoints", TrainState(step=6))
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000005"]
-    monkeypatch.setattr(module, "_sync", full_disk)
+    monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(CheckpointError, match=r"^output_dir: .*state.json could not be updated, got .*No space"):
         update_state(tmp_path / "checkpoints", TrainState(step=5, best_value=9.0))
     assert read_checkpoint(path).state.best_value == 3.5
