@@ -102,8 +102,9 @@ class Chain:
         self.curve: list[tuple[float, list[float]]] = []
         self.begin, self.paused_s = 0.0, 0.0
 
-    def start(self) -> None:
+    def start(self, run: TrainInputs) -> None:
         """Training begins."""
+        self.teacher = run.teacher()
         self.begin = time.perf_counter()
 
     @torch.no_grad()
@@ -111,12 +112,11 @@ class Chain:
         """The prefix of every drafted chain that equals the text, pooled over all places of all answers."""
         now = time.perf_counter()
         minutes = (now - self.begin - self.paused_s) / 60
-        teacher = self.inputs.teacher()
         hits, places = torch.zeros(head.config.num_draft_tokens, dtype=torch.float64), 0.0
         for batch, features in zip(self.batches, self.features, strict=True):
             drafted = build_draft_batch(batch, features)
             steps = head.draft_steps(drafted, self.target.embed, self.target.unembedding)
-            stats = self.objective(steps, drafted, teacher).stats
+            stats = self.objective(steps, drafted, self.teacher).stats
             hits += stats.prefix_hits
             places += float(stats.counts[0])
         survival = (hits / places).tolist()
@@ -125,8 +125,6 @@ class Chain:
         before = [1.0, *survival[:-1]]
         rates = [now / above if above else 0.0 for now, above in zip(survival, before, strict=True)]
         return EvalPoint(1 + sum(survival), rates, int(places), int(places * (1 + sum(survival))))
-
-    inputs: TrainInputs
 
 
 def show(curve: list[tuple[float, list[float]]], title: str) -> None:
@@ -153,7 +151,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(args.out or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        measure.inputs = TrainInputs(
+        run = TrainInputs(
             accelerator=accelerator,
             target=target,
             head=head,
@@ -169,8 +167,8 @@ def main() -> None:
             provenance={},
             evaluate=measure,
         )
-        measure.start()
-        result = train(measure.inputs)
+        measure.start(run)
+        result = train(run)
         state = result.state
         print(
             f"{state.step} steps, {state.tokens:,} tokens, {state.tokens / state.seconds:,.0f} tokens/s, "

@@ -16,13 +16,12 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from specdraft.core.errors import ExportError, SpecDraftError
-from specdraft.core.files import sync
+from specdraft.core.files import sync, write_json
 from specdraft.export._config import ExportConfig
 from specdraft.export.card import CARD_NAME, check_card, hub_id, model_card, portable
 from specdraft.export.engines.checking import check_in_engine, unavailable
 from specdraft.export.formats.hf import FILES, MARK
 from specdraft.export.hub import Repository
-from specdraft.export.llama import write_json
 from specdraft.export.material import MAIN, Material, Place
 from specdraft.export.probe import ROUNDED, TOLERANCE, compare, draft, make_world
 from specdraft.export.registry import Format, choose

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -79,12 +77,3 @@ def split_layer(tensors: Mapping[str, Tensor], q_size: int, prefix: str) -> dict
         f"{prefix}mlp.down_proj.weight": tensors["layer.down_proj.weight"],
         f"{prefix}post_attention_layernorm.weight": tensors["layer.post_attention_layernorm.weight"],
     }
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes one JSON object.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

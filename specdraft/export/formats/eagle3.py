@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from specdraft.core.files import write_json
 from specdraft.export.eagle3_layout import (
     FLAGS_31,
     eagle3_config,
@@ -18,7 +19,6 @@ from specdraft.export.eagle3_layout import (
     taps_of_inputs,
     taps_of_outputs,
 )
-from specdraft.export.llama import write_json
 from specdraft.export.material import DEFAULT_TRIO, Material
 from specdraft.export.probe import Reading
 from specdraft.export.registry import Engine, Format

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdraft.core.files import write_json
 from specdraft.export.eagle_layout import refuse_lm_head
-from specdraft.export.llama import write_json
 from specdraft.export.material import Material
 from specdraft.export.probe import Reading, World
 from specdraft.export.reference import Tensors, check_shared, check_tensors, linear

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from specdraft.core.files import write_json
 from specdraft.export.eagle_layout import eagle_config, eagle_reading, eagle_shapes, eagle_tensors, refuse_lm_head
-from specdraft.export.llama import write_json
 from specdraft.export.material import Material
 from specdraft.export.probe import Reading
 from specdraft.export.reference import check_tensors

@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from specdraft.core.errors import ExportError
+from specdraft.core.files import write_json
 from specdraft.export.eagle3_layout import (
     FLAGS_31,
     LAYER_IDS,
@@ -18,7 +19,7 @@ from specdraft.export.eagle3_layout import (
     ordered_layers,
     refuse_taps,
 )
-from specdraft.export.llama import draft_config, write_json
+from specdraft.export.llama import draft_config
 from specdraft.export.material import Material, default_trio
 from specdraft.export.peagle_layout import (
     EMBEDDING,
