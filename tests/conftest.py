@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import random
 import socket
@@ -60,8 +61,16 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_hydra() -> Iterator[None]:
-    """Hydra keeps its search path in a process-wide singleton; a failed test would leave it initialised."""
+    """Hydra keeps its search path in a process-wide singleton, which a failed test would leave initialised.
+
+    And `--info` logs to the stdout of that time, which later tests find closed.
+    """
+    root = logging.getLogger()
+    before = list(root.handlers)
     yield
+    for handler in root.handlers[:]:
+        if handler not in before:
+            root.removeHandler(handler)
     if "hydra.core.global_hydra" in sys.modules:
         sys.modules["hydra.core.global_hydra"].GlobalHydra.instance().clear()
 
