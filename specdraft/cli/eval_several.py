@@ -84,7 +84,7 @@ def _subjects(
     cfg: EvalRun, target: HFTarget, proposers: list[ProposerConfig], folders: list[Path]
 ) -> Iterator[tuple[str, Subject, str | None]]:
     """What is measured: a name, the subject, made when it is its turn, and a note on the shape a head was tuned to."""
-    from specdraft.data.sources import file_sha256
+    from specdraft.core.files import file_sha256
     from specdraft.eval.subjects import head_subject, method_subject
     from specdraft.eval.tuned import machine, with_tuned_shape
     from specdraft.heads.storage import WEIGHTS_NAME, read_head_config

@@ -23,7 +23,7 @@ def run(cfg: EvalRun) -> None:
     Raises:
         ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
     """
-    from specdraft.data.sources import file_sha256
+    from specdraft.core.files import file_sha256
     from specdraft.eval.acceptance import evaluate_head
     from specdraft.eval.prompts import load_sets
     from specdraft.eval.report import print_results, report_console, write_results

@@ -53,8 +53,8 @@ def read_results(cfg: PipelineRun) -> dict[str, Any] | None:
     """
     import json
 
+    from specdraft.core.files import file_sha256
     from specdraft.core.tree import TreeGrowth
-    from specdraft.data.sources import file_sha256
     from specdraft.decode.proposers import draft_tree
     from specdraft.eval.prompts import load_sets, prompts_hash
     from specdraft.heads.storage import WEIGHTS_NAME

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -227,17 +226,6 @@ def _writer(
     )
 
 
-@contextmanager
-def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over rows, on a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("features"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal) as bar:
-        task = bar.add_task("features", total=total)
-        yield lambda rows: bar.advance(task, rows)
-
-
 def _fill(
     cfg: ExperimentRun,
     target: HFTarget,
@@ -252,6 +240,7 @@ def _fill(
     from specdraft.data.feature_layout import kept_counts, store_bytes
     from specdraft.data.feature_store import FeatureStore
     from specdraft.data.feature_writer import check_room
+    from specdraft.data.progress import progress
 
     rank, world_size, barrier = ranks
     identity = identity_of(cfg, target, data)
@@ -277,7 +266,10 @@ def _fill(
             assert target.tokenizer is not None
             plan = batch_plan(cfg, data, rank, world_size)
             batches = (batch for step in plan.epoch(0) for batch in step)
-            with _bar(console, -(-len(data) // world_size)) as advance, target.together():
+            with (
+                progress("rows of features", -(-len(data) // world_size), not console.quiet) as advance,
+                target.together(),
+            ):
                 capture_rows(target, data.rows, batches, writer, store, pad_token_id(target.tokenizer), advance)
         barrier()
         store.refresh()

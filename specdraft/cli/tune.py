@@ -21,7 +21,7 @@ def run(cfg: TuneRun) -> None:
     Raises:
         ConfigError, CheckpointError, DataError, UnsupportedTargetError: see the messages; nothing is written then.
     """
-    from specdraft.data.sources import file_sha256
+    from specdraft.core.files import file_sha256
     from specdraft.decode._config import DecodeConfig
     from specdraft.eval.environment import environment
     from specdraft.eval.prompts import load_sets, prompts_hash

@@ -1,7 +1,8 @@
-"""Files that are whole or not there: written beside their place, forced to the disk, then renamed."""
+"""Files that are whole or not there (written beside their place, forced to the disk, then renamed), and checksums."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -42,3 +43,12 @@ def write_json(path: Path, value: Any) -> None:
     """
     with replacing(path) as file:
         file.write(json.dumps(value, indent=2, allow_nan=False).encode() + b"\n")
+
+
+def file_sha256(path: Path) -> str:
+    """Checksum of a file's bytes, as hexadecimal text."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

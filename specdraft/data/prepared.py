@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from specdraft.core.errors import DataError
-from specdraft.core.files import replacing, sync
+from specdraft.core.files import file_sha256, replacing, sync
 from specdraft.data.chat import ChatRenderer, TokenRow, tokenizer_hash
 from specdraft.data.shards import TokenRows, TokenShard, write_batch
-from specdraft.data.sources import file_sha256
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"

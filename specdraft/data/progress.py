@@ -10,10 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress(label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar under ``label``. Yields a function that is told how much was done since it was last told."""
+def progress(label: str, total: int | None = None, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar under ``label``. Yields a function that is told how much was done since it was last told.
+
+    shown: False = no bar on a terminal either.
+    """
     console = Console(stderr=True)
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(label, total=total)
         yield lambda count: bar.advance(task, count)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.core.errors import DataError
+from specdraft.core.files import file_sha256
 from specdraft.data.files import find_files, first_line, read_rows
 from specdraft.data.formats import Message, NotAConversationError, UnusableRowError, parse_row
 from specdraft.data.mixture import draw
@@ -314,15 +315,6 @@ def _conversation(row: dict[str, Any], messages: list[Message], default_id: str)
 def builtin_path(split: str = "train") -> Path:
     """The file of built-in prompts of a split: ``train``, ``dev`` (choosing the best head) or ``heldout``."""
     return Path(str(resources.files("specdraft.data") / "builtin" / f"{split}.jsonl"))
-
-
-def file_sha256(path: Path) -> str:
-    """Checksum of a file's bytes, as hexadecimal text."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _digest_of(checksums: list[str]) -> str:

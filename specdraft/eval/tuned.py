@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdraft.core.errors import CheckpointError, ConfigError
-from specdraft.data.sources import file_sha256
+from specdraft.core.files import file_sha256
 from specdraft.decode._config import DecodeConfig
 from specdraft.eval.environment import cpu_name
 from specdraft.eval.shapes import SHAPE_KEYS, describe_json

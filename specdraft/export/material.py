@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdraft.core.errors import CheckpointError, ExportError
+from specdraft.core.files import file_sha256
 from specdraft.core.types import TargetSpec
-from specdraft.data.sources import file_sha256
 from specdraft.export.card import hub_id, portable
 from specdraft.export.license import License, find_license
 from specdraft.export.probe import Drafts

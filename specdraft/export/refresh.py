@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from specdraft.core.errors import ExportError
-from specdraft.data.sources import file_sha256
+from specdraft.core.files import file_sha256
 from specdraft.export._config import FORMATS, ExportConfig
 from specdraft.export.card import CARD_NAME, portable, with_results
 from specdraft.export.exporting import Source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdraft.core.errors import CheckpointError
-from specdraft.core.files import replacing, sync
+from specdraft.core.files import file_sha256, replacing, sync
 from specdraft.heads.base import DraftHead
 from specdraft.heads.storage import ADAPTER_NAME, load_tensors
 from specdraft.targets.lora import LoraAdapter
@@ -103,7 +102,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         "run": checkpoint.run,
         "scaler": checkpoint.scaler,
         "settings": checkpoint.settings,
-        "sha256": {path.name: _digest(path) for path in sorted(folder.iterdir())},
+        "sha256": {path.name: file_sha256(path) for path in sorted(folder.iterdir())},
     }
     (folder / STATE_NAME).write_text(json.dumps(record, indent=2) + "\n")
     for path in (*folder.iterdir(), folder):
@@ -139,15 +138,6 @@ def _replace(temporary: Path, final: Path) -> None:
     sync(final.parent)
 
 
-def _digest(path: Path) -> str:
-    """sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in ``folder``, the newest step first."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _FOLDER.fullmatch(path.name))]
@@ -167,7 +157,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"resume: a checkpoint of format {FORMAT} is needed, got {record['format']} in {path}"
             )
         for name, digest in record["sha256"].items():
-            if _digest(path / name) != digest:
+            if file_sha256(path / name) != digest:
                 raise CheckpointError(f"resume: the checksum of {name} is wrong, got a torn or altered file in {path}")
         return Checkpoint(
             state=TrainState(**record["state"]),

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from specdraft.core.errors import ConfigError, DataError
+from specdraft.core.files import file_sha256
 from specdraft.data import files
 from specdraft.data._config import DataConfig
 from specdraft.data.formats import NotAConversationError, UnusableRowError, parse_row
-from specdraft.data.sources import builtin_path, file_sha256, load_conversations, open_source
+from specdraft.data.sources import builtin_path, load_conversations, open_source
 
 USER = {"role": "user", "content": "Q"}
 ANSWER = {"role": "assistant", "content": "A"}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from specdraft.core.files import file_sha256
 from specdraft.data.chat import ChatRenderer
-from specdraft.data.sources import file_sha256
 from specdraft.decode._config import DecodeConfig
 from specdraft.decode.engine import SpeculativeDecoder
 from specdraft.eval._config import EvalConfig

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from specdraft.cli.main import main
 from specdraft.core.errors import ConfigError, ExportError
-from specdraft.data.sources import file_sha256
+from specdraft.core.files import file_sha256
 from specdraft.export._config import ExportConfig
 from specdraft.export.exporting import Source, export_head
 from specdraft.export.refresh import refresh_results

@@ -110,7 +110,7 @@ def tuned_body(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tuned(folder: Any, shape: dict[str, Any], batch_size: int = 1, **changes: Any) -> None:
-    from specdraft.data.sources import file_sha256
+    from specdraft.core.files import file_sha256
 
     value = {
         "schema": 2,
