@@ -98,6 +98,9 @@ class HeadProposer:
         head.prepare_unembedding(target.unembedding, self._prepare)
         if not any(parameter.requires_grad for parameter in head.parameters()):
             pack_linears(head)
+        if target.compiles and target.device.type != "cpu":
+            # On a CPU a pass is bound by reading its weights, and a graph with its guards and padding is slower.
+            head.compile_pass()
         if isinstance(self.shape, TreeGrowth):
             self.tree = self.shape.largest
         else:

@@ -15,8 +15,9 @@ from specdraft.core.types import DraftBatch, DraftContext, Embed, TargetSpec, Un
 from specdraft.heads._blocks import DraftLayer, RMSNorm
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
-from specdraft.heads._unroll import AnchorLayout, TreePlan
+from specdraft.heads._unroll import AnchorLayout
 from specdraft.heads._unroll_batch import choose, draft
+from specdraft.heads._unroll_state import TreePlan
 from specdraft.heads.base import DraftHead, TokenPicker
 
 

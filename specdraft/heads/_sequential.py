@@ -12,8 +12,8 @@ from torch import Tensor
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, Unembedding
 from specdraft.heads._dynamic import GrowingTree
-from specdraft.heads._unroll import TreePlan
 from specdraft.heads._unroll_batch import choose, draft, extend
+from specdraft.heads._unroll_state import TreePlan
 from specdraft.heads.base import DraftHead, TokenPicker
 
 

@@ -22,9 +22,11 @@ from specdraft.core.types import (
     Unembedding,
 )
 from specdraft.heads._blocks import DraftLayer
+from specdraft.heads._compiled import CompiledPass
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
 from specdraft.heads._unroll_batch import grow_batch, propose_batch
+from specdraft.heads._unroll_state import TreeLevel, UnrollState
 from specdraft.heads.base import DraftHead, TokenPicker
 
 
@@ -47,6 +49,7 @@ class UnrolledHead(DraftHead):
     def __init__(self, config: DraftLayerConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec)
         self.unroll_steps = config.trained_depths
+        self.compiled_pass: CompiledPass | None = None
 
     @abstractmethod
     def seed(self, features: Features) -> Tensor:
@@ -115,27 +118,24 @@ class UnrolledHead(DraftHead):
         device = self.layer.qkv_proj.weight.device
         self.layer.rotary.reserve(max_length + tree.max_depth)
         shape = (1, self.layer.num_kv_heads, max_length + len(tree), self.layer.head_dim)
-        empty = [torch.empty(shape, dtype=self.dtype, device=device) for _ in range(2)]
+        # Zeros: a compiled pass multiplies what a mask hides, and what was never written may be NaN.
+        empty = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)]
         return UnrollState(empty[0], empty[1], self.unembedding(unembed), max_length)
 
     def propose(self, state: Any, context: DraftContext, embed: Embed, tree: DraftTree) -> Proposal:
         """Takes in what was committed, then drafts level by level: one pass of the layer each."""
-        output, position, length = self._take_in(state, context, embed)
+        output, logits, position, length = self._take_in(state, context, embed)
         plan = state.plan(tree, position.device)
         picker = TokenPicker(self, context)
-        drafted = [self._choose(state, output, plan.levels[0], picker)]
+        drafted = [self._choose(logits, plan.levels[0], picker)]
         written = 0
         for depth, level in enumerate(plan.levels[1:], start=1):
-            x, residual = self.mix(
-                self.feedback(output.index_select(0, level.query_parents)),
-                self._embed(embed, drafted[-1].index_select(0, level.query_tokens)),
-            )
-            size = x.shape[0]
-            query, key, value = self.layer.project(x, position.expand(size) + depth)
-            state.write(length + written, key, value)
-            written += size
-            output = self.layer.finish(state.attend(query, length + written, level.mask), residual)
-            drafted.append(self._choose(state, output, level, picker))
+            hidden = self.feedback(output.index_select(0, level.query_parents))
+            embedded = self._embed(embed, drafted[-1].index_select(0, level.query_tokens))
+            positions = position.expand(hidden.shape[0]) + depth
+            output, logits = self.layer_pass(state, hidden, embedded, positions, length + written, level.mask)
+            written += hidden.shape[0]
+            drafted.append(self._choose(logits, level, picker))
         return picker.proposal(torch.cat(drafted), tree)
 
     def propose_batch(
@@ -152,44 +152,81 @@ class UnrolledHead(DraftHead):
 
     def grow(self, state: Any, context: DraftContext, embed: Embed, growth: TreeGrowth) -> Proposal:
         """See DraftHead: each level is one pass of the layer over the ``top_k`` nodes of the beam."""
-        output, position, length = self._take_in(state, context, embed)
+        output, logits, position, length = self._take_in(state, context, embed)
         tree = GrowingTree(growth.top_k, position.device)
-        tree.extend(*likeliest(state.unembed(self.readout(output)), growth.top_k))
+        tree.extend(*likeliest(logits, growth.top_k))
         own = torch.eye(growth.top_k, dtype=torch.bool, device=position.device)
         ancestors = own
         for depth in range(1, growth.depth):
-            x, residual = self.mix(
-                self.feedback(output.index_select(0, tree.origin)),
-                self._embed(embed, self.to_target_ids(tree.tokens)),
-            )
-            query, key, value = self.layer.project(x, position.expand(growth.top_k) + depth)
-            filled = length + depth * growth.top_k
-            state.write(filled - growth.top_k, key, value)
+            hidden = self.feedback(output.index_select(0, tree.origin))
+            embedded = self._embed(embed, self.to_target_ids(tree.tokens))
+            filled = length + (depth - 1) * growth.top_k
             mask = torch.cat([own.new_ones(growth.top_k, length), ancestors], dim=1)
-            output = self.layer.finish(state.attend(query, filled, mask), residual)
-            tree.extend(*likeliest(state.unembed(self.readout(output)), growth.top_k))
+            positions = position.expand(growth.top_k) + depth
+            output, logits = self.layer_pass(state, hidden, embedded, positions, filled, mask)
+            tree.extend(*likeliest(logits, growth.top_k))
             ancestors = torch.cat([ancestors.index_select(0, tree.origin), own], dim=1)
         tokens, grown = tree.best(growth.total_tokens)
         return Proposal(self.to_target_ids(tokens)[None], grown, finite=tree.finite)
 
-    def _take_in(self, state: UnrollState, context: DraftContext, embed: Embed) -> tuple[Tensor, Tensor, int]:
+    def _take_in(self, state: UnrollState, context: DraftContext, embed: Embed) -> tuple[Tensor, Tensor, Tensor, int]:
         """Adds the keys of the committed positions, from target features, so that drafted ones are overwritten.
 
-        Returns the layer's output ``[1, H]`` at the last of them, its position ``[1]``, and the number of rows filled.
+        Returns the layer's output ``[1, H]`` and logits ``[1, D]`` at the last of them, its position ``[1]``, and the
+        number of rows filled.
         """
         start, count = context.start, context.next_tokens.shape[1]
         positions = torch.arange(start, start + count, device=context.next_tokens.device)
-        x, residual = self.mix(self.seed(context.features), self._embed(embed, context.next_tokens[0]))
-        # One product for all three, though only the last row's query is used: it goes through the packed weight.
-        query, *kept = self.layer.project(x, positions)
-        state.write(start, *kept)
-        length = start + count
-        output = self.layer.finish(state.attend(query[-1:], length, None), residual[-1:])
-        return output, positions[-1:], length
+        hidden, embedded = self.seed(context.features), self._embed(embed, context.next_tokens[0])
+        output, logits = self.layer_pass(state, hidden, embedded, positions, start, None, last_only=True)
+        return output, logits, positions[-1:], start + count
 
-    def _choose(self, state: UnrollState, output: Tensor, level: TreeLevel, picker: TokenPicker) -> Tensor:
+    def compile_pass(self) -> None:
+        """See DraftHead: the pass of the layer over one row's cache."""
+        if self.compiled_pass is None:
+            self.compiled_pass = CompiledPass(self)
+
+    def layer_pass(
+        self,
+        state: UnrollState,
+        hidden: Tensor,
+        embedded: Tensor,
+        positions: Tensor,
+        start: int,
+        mask: Tensor | None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The layer over n rows whose keys and values are written at ``start`` of the cache.
+
+        Args:
+            state: whose cache.
+            hidden: ``[n, H]``.
+            embedded: ``[n, H]``, of the tokens after them.
+            positions: ``[n]`` int64.
+            start: rows filled before.
+            mask: ``[n, ...]`` bool, its columns aligned to the right end of the filled rows; True = visible; None = each
+                row sees all.
+            last_only: the rows are only taken in, and but the last is asked; ``mask`` is None.
+
+        Returns:
+            The layer's output ``[n, H]`` and the logits ``[n, D]``; of one row with ``last_only``.
+        """
+        if self.compiled_pass is not None:
+            found = self.compiled_pass(state, hidden, embedded, positions, start, mask, last_only)
+            if found is not None:
+                return found
+        x, residual = self.mix(hidden, embedded)
+        # One product for all three, though only the last row's query may be used: it goes through the packed weight.
+        query, *both = self.layer.project(x, positions)
+        state.write(start, *both)
+        if last_only:
+            query, residual = query[-1:], residual[-1:]
+        output = self.layer.finish(state.attend(query, start + positions.numel(), mask), residual)
+        return output, state.unembed(self.readout(output))
+
+    def _choose(self, logits: Tensor, level: TreeLevel, picker: TokenPicker) -> Tensor:
         """Target ids ``[n]`` of a level's nodes: the tokens of their ranks after their parents' outputs."""
-        return picker.ranked(state.unembed(self.readout(output)), level.max_rank + 1)[level.rows, level.ranks]
+        return picker.ranked(logits, level.max_rank + 1)[level.rows, level.ranks]
 
 
 @dataclass(frozen=True)
@@ -282,97 +319,3 @@ class AnchorAttention:
         """``[N, kv, g]`` float32 products of every anchor's scaled query with its own key."""
         grouped = query.view(query.shape[0], key.shape[1], group, query.shape[-1])
         return (grouped.float() * key[:, :, None].float()).sum(-1)
-
-
-@dataclass(frozen=True)
-class TreeLevel:
-    """How one depth of a tree is drafted. Queries are the nodes of the depth before that have children (or the root).
-
-    query_parents: ``[m]`` int64, rows of the previous level's outputs that the queries continue.
-    query_tokens: ``[m]`` int64, the queries' places among the previous level's drafted tokens.
-    rows, ranks: ``[n]`` int64, per drafted node its query and its rank there. mask: buffer ``[m, max_length + w]`` bool
-    whose last w columns (keys written for the tree so far) are the ancestors, or None when all keys are visible.
-    """
-
-    query_parents: Tensor
-    query_tokens: Tensor
-    rows: Tensor
-    ranks: Tensor
-    max_rank: int
-    mask: Tensor | None
-
-
-@dataclass(frozen=True)
-class TreePlan:
-    """The levels of a tree, prepared once per tree."""
-
-    levels: list[TreeLevel]
-
-    @classmethod
-    def of(cls, tree: DraftTree, max_length: int, device: torch.device) -> TreePlan:
-        """The plan of ``tree`` for prefixes of at most ``max_length`` positions."""
-        with_children = set(tree.parents)
-        levels = []
-        queries: list[int] = [-1]
-        previous_queries: list[int] = []
-        written: list[int] = []
-
-        def ids(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        for depth, nodes in enumerate(tree.levels):
-            parents: list[int] = []
-            tokens: list[int] = []
-            mask = None
-            if depth:
-                above = tree.levels[depth - 1]
-                queries = [node for node in above if node in with_children]
-                parents = [previous_queries.index(tree.parents[node]) for node in queries]
-                tokens = [above.index(node) for node in queries]
-                written += queries
-                if len(written) > depth:  # more than one path: not every key is an ancestor
-                    ancestors = tree.ancestor_mask(device)[ids(queries) + 1][:, ids(written) + 1]
-                    prefix = torch.ones(len(queries), max_length, dtype=torch.bool, device=device)
-                    mask = torch.cat([prefix, ancestors], -1)
-            ranks = [tree.ranks[node] for node in nodes]
-            rows = ids([queries.index(tree.parents[node]) for node in nodes])
-            levels.append(TreeLevel(ids(parents), ids(tokens), rows, ids(ranks), max(ranks), mask))
-            previous_queries = queries
-        return cls(levels)
-
-
-class UnrollState:
-    """Key-value cache of a draft layer for one decoded row, and what is prepared per tree."""
-
-    def __init__(self, keys: Tensor, values: Tensor, unembed: Unembedding, max_length: int) -> None:
-        self.keys, self.values = keys, values
-        self.unembed = unembed
-        self.max_length = max_length
-        self._plans: dict[DraftTree, TreePlan] = {}
-
-    def plan(self, tree: DraftTree, device: torch.device) -> TreePlan:
-        """The prepared levels of ``tree``."""
-        if tree not in self._plans:
-            self._plans[tree] = TreePlan.of(tree, self.max_length, device)
-        return self._plans[tree]
-
-    def write(self, start: int, keys: Tensor, values: Tensor) -> None:
-        """Stores ``[n, kv_heads, head_dim]`` at cache rows ``start .. start + n - 1``."""
-        stop = start + keys.shape[0]
-        self.keys[0, :, start:stop] = keys.transpose(0, 1)
-        self.values[0, :, start:stop] = values.transpose(0, 1)
-
-    def attend(self, query: Tensor, filled: int, mask: Tensor | None) -> Tensor:
-        """``[m, heads, head_dim]`` over the first ``filled`` rows -> ``[m, heads * head_dim]``.
-
-        ``mask``: a TreeLevel's buffer; its columns are aligned to the right end of the filled rows.
-        """
-        visible = None if mask is None else mask[:, mask.shape[1] - filled :]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            self.keys[:, :, :filled],
-            self.values[:, :, :filled],
-            attn_mask=visible,
-            enable_gqa=self.keys.shape[1] != query.shape[1],
-        )
-        return out[0].transpose(0, 1).reshape(query.shape[0], -1)

@@ -15,7 +15,8 @@ from specdraft.heads._dynamic import GrowingTree, likeliest
 from specdraft.heads.base import DraftHead, TokenPicker
 
 if TYPE_CHECKING:
-    from specdraft.heads._unroll import TreeLevel, UnrolledHead, UnrollState
+    from specdraft.heads._unroll import UnrolledHead
+    from specdraft.heads._unroll_state import TreeLevel, UnrollState
 
 
 def propose_batch(

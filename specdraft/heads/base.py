@@ -161,6 +161,15 @@ class DraftHead(nn.Module, ABC):
         """
         return [self.grow(state, own, embed, growth) for state, own in zip(states, contexts, strict=True)]
 
+    def compile_pass(self) -> None:
+        """Called by a decoder on a device whose target is compiled: the head may run what it repeats in every draft as one graph.
+
+        Drafts stay the same. Kinds of many small or no such passes leave it.
+
+        Raises:
+            ConfigError: there is no compiler.
+        """
+
     def draft_unembedding(self, unembed: Unembedding) -> Unembedding:
         """The target's unembedding over the draft vocabulary; selected once per target weight, then kept."""
         if self._selected is not None and self._selected[0] is unembed.weight:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdraft.core.compiling import StaticGraph, kept
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import DraftBatch, DraftContext, DraftStep, Embed, FeatureRequest, TargetSpec, Unembedding
@@ -79,6 +80,7 @@ class MedusaHead(DraftHead):
         rows = config.draft_vocab_size or spec.vocab_size
         count = 0 if config.shared_lm_head else config.num_draft_tokens
         self.lm_heads = nn.ModuleList(nn.Linear(spec.hidden_size, rows, bias=False) for _ in range(count))
+        self._graph: StaticGraph | None = None
 
     def features(self) -> FeatureRequest:
         """Only the last hidden state of the anchors themselves."""
@@ -149,10 +151,21 @@ class MedusaHead(DraftHead):
     def _logits(self, state: Any, contexts: Sequence[DraftContext], count: int) -> Tensor:
         """``[B, count, D]``: what the first ``count`` heads say after the last committed position of every row."""
         hidden = torch.cat([context.features.last_hidden[:, -1] for context in contexts]).to(self.dtype)
+        if self._graph is None:
+            return self._heads(hidden, state.unembed, count)
+        return kept(self._graph((), (), hidden, state.unembed, count))
+
+    def compile_pass(self) -> None:
+        """See DraftHead: all heads at once."""
+        if self._graph is None:
+            self._graph = StaticGraph(self.config.kind, self._heads, next(self.parameters()).device)
+
+    def _heads(self, hidden: Tensor, unembed: Unembedding, count: int) -> Tensor:
+        """Last states ``[B, H]`` -> what the first ``count`` heads say, ``[B, count, D]``."""
         drafted = torch.stack([block(hidden) for block in self.blocks[:count]], dim=1)
         if self.lm_heads:
-            return torch.stack([self._unembed(k, state.unembed)(drafted[:, k]) for k in range(count)], dim=1)
-        logits: Tensor = state.unembed(drafted.flatten(0, 1)).unflatten(0, (-1, count))
+            return torch.stack([self._unembed(k, unembed)(drafted[:, k]) for k in range(count)], dim=1)
+        logits: Tensor = unembed(drafted.flatten(0, 1)).unflatten(0, (-1, count))
         return logits
 
 

@@ -32,7 +32,8 @@ class TargetConfig:
     """On a CPU, keep linear layers also in the layout of the CPU kernels: faster steps for a copy of the weights."""
     compile: bool = False
     """Compile the forward over a draft: fewer kernels on a CPU (needs a C++ compiler, and up to a minute for the first
-    step of each kind), CUDA graphs on a GPU. For targets whose layers are those of Llama, Mistral or Qwen."""
+    step of each kind), CUDA graphs on a GPU, there also for the passes of eagle, eagle3 and medusa heads that draft for
+    single rows. For targets whose layers are those of Llama, Mistral or Qwen."""
     device_map: Any = None
     """null = all of it on ``device``; auto, balanced, balanced_low_0 or sequential = spread over the devices by
     accelerate; or a map from modules to devices, e.g. {model.embed_tokens: 0, model.layers: cpu, ...}, ``disk`` included."""

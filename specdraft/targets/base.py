@@ -47,6 +47,11 @@ class Target(Protocol):
         """Keys that a query of a sliding layer sees, itself included; None without sliding layers."""
         ...
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the passes of decoding are compiled, those of heads too."""
+        ...
+
     def together(self) -> AbstractContextManager[None]:
         """Processes that share a target enter it together; inside, each may make another number of forwards."""
         ...

@@ -6,26 +6,18 @@ to all columns of a block that is longer than what is filled, behind a mask.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import mark_static_address, maybe_mark_dynamic
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
-from specdraft.core.errors import ConfigError
+from specdraft.core.compiling import COLUMNS, StaticGraph, kept, rounded
 from specdraft.targets.fast_ops import as_bias
 from specdraft.targets.fast_path import FastDecoder
 
 MAX_ROWS = 64
 """A longer forward is bound by its products and runs uncompiled."""
-COLUMNS = 256
-"""The graph attends to a multiple of this many columns: a graph that is replayed is recorded once for each multiple."""
-MAX_GRAPHS = 64
 
 
 @runtime_checkable
@@ -77,11 +69,8 @@ class CompiledDecoder:
     def __init__(self, decoder: FastDecoder, pad: bool = True) -> None:
         self.decoder = decoder
         self.device = decoder.layout.embedding.get_parameter("weight").device
-        if self.device.type == "cpu":
-            _check_compiler()
         self.pad = pad
-        mode = "reduce-overhead" if self.device.type == "cuda" else None
-        self._graph: Callable[..., dict[int, Tensor]] = torch.compile(self._run, mode=mode, fullgraph=True)
+        self._graph = StaticGraph("target", self._run, self.device)
 
     def __call__(
         self,
@@ -93,7 +82,7 @@ class CompiledDecoder:
     ) -> dict[int, Tensor]:
         """As ``FastDecoder``."""
         count = input_ids.shape[1]
-        rows = 1 << (count - 1).bit_length() if self.pad else count
+        rows = rounded(count) if self.pad else count
         static = None
         if rows <= MAX_ROWS and isinstance(cache, StaticCache):
             static = cache.static_views(rows, COLUMNS)
@@ -107,18 +96,9 @@ class CompiledDecoder:
             for kind, mask in masks.items()
             if kind in self.decoder.groups
         }
-        for tensor in (*keys, *values):
-            mark_static_address(tensor, guard=False)
-            maybe_mark_dynamic(tensor, 2)
-        for bias in biases.values():
-            maybe_mark_dynamic(bias, 3)
-        with dynamo_config.patch(recompile_limit=MAX_GRAPHS), warnings.catch_warnings():
-            # What inductor says of its own internals.
-            warnings.simplefilter("ignore")
-            kept = self._graph(hidden, cos, sin, biases, keys, values, places, tuple(keep))
-        # A replayed graph writes its results to the same place every time; the caller keeps them.
-        found = {index: state[:, :count] for index, state in kept.items()}
-        return {index: state.clone() for index, state in found.items()} if self.device.type == "cuda" else found
+        caches = (*keys, *values)
+        states = self._graph(caches, biases.values(), hidden, cos, sin, biases, keys, values, places, tuple(keep))
+        return {index: kept(state[:, :count]) for index, state in states.items()}
 
     def _run(
         self,
@@ -133,13 +113,6 @@ class CompiledDecoder:
     ) -> dict[int, Tensor]:
         grouped = {kind: bias.repeat(1, 1, self.decoder.groups[kind], 1) for kind, bias in biases.items()}
         return self.decoder.run(hidden, (cos, sin), grouped, _Views(keys, values, places), keep)
-
-
-def _check_compiler() -> None:
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise ConfigError("target.compile: needs a C++ compiler, got none; install g++ or set it to false") from error
 
 
 def _padded(ids: Tensor, rows: int) -> Tensor:

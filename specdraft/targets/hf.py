@@ -120,6 +120,11 @@ class HFTarget:
             raise ConfigError(f"target.compile: the layers of {self.spec.name} cannot be, got true; set it to false")
         self.compiled = CompiledDecoder(decoder, pad)
 
+    @property
+    def compiles(self) -> bool:
+        """See ``Target``."""
+        return self.compiled is not None
+
     def last_layer(self) -> LayerWeights | None:
         """The weights of the last layer; None where it is built in another way than a draft layer."""
         return last_layer_weights(self.layout)

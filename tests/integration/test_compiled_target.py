@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from specdraft.core import compiling
 from specdraft.core.errors import ConfigError
 from specdraft.core.tree import DraftTree
 from specdraft.decode.engine import SpeculativeDecoder
-from specdraft.targets import compiled
 from specdraft.targets.hf import HFTarget
 from tests.decode.oracle import Oracle, greedy, prompt_ids
 from tests.tiny import tiny_models, tiny_target
@@ -32,8 +32,14 @@ def without_graphs_of_others() -> Iterator[None]:
 def count_graphs(subject: HFTarget, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every forward that goes through the graph."""
     assert subject.compiled is not None
-    graph, calls = subject.compiled._graph, []
-    monkeypatch.setattr(subject.compiled, "_graph", lambda x, *rest: (calls.append(x.shape[1]), graph(x, *rest))[1])
+    graph = subject.compiled._graph
+    calls: list[int] = []
+
+    def counted(caches: object, biases: object, x: torch.Tensor, *rest: object) -> object:
+        calls.append(x.shape[1])
+        return graph(caches, biases, x, *rest)
+
+    monkeypatch.setattr(subject.compiled, "_graph", counted)
     return calls
 
 
@@ -58,7 +64,7 @@ def test_text_and_steps_are_those_of_the_target(kind: str, pad: bool, monkeypatc
 def test_rows_of_a_batch_and_a_second_text_in_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_target("llama", max_position_embeddings=512)
     # The longer row passes from the first block of columns to the second.
-    prompts = [prompt_ids(3), prompt_ids(compiled.COLUMNS - 6)]
+    prompts = [prompt_ids(3), prompt_ids(compiling.COLUMNS - 6)]
     wanted = [greedy(subject, prompt, 12) for prompt in prompts]
     subject.pack()
     subject.compile()
@@ -74,8 +80,8 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         tiny_target("gpt2").compile()
 
     def missing() -> None:
-        raise compiled.InvalidCxxCompiler
+        raise compiling.InvalidCxxCompiler
 
-    monkeypatch.setattr(compiled, "get_cpp_compiler", missing)
+    monkeypatch.setattr(compiling, "get_cpp_compiler", missing)
     with pytest.raises(ConfigError, match=r"target\.compile: needs a C\+\+ compiler"):
         tiny_target("llama").compile()
