@@ -163,7 +163,7 @@ class RuledJudge(Judge):
                 "a tree grown on the device holds no drawn tokens, but its proposal has their probabilities"
             )
         siblings = siblings_of(tree, tokens.device)
-        drafted = drafted.index_select(0, siblings.source).to(probs.dtype)
+        drafted = drafted.to(probs.dtype)
         uniform = self._random.fresh(plan.size)
         if self._config.verifier == "block" and tree.is_chain:
             odds = block_odds(tokens, probs, drafted)

@@ -1,8 +1,8 @@
 """Which drafted tokens are accepted. Pure functions on any tree, without copies to the host.
 
 Row 0 is the root, row i + 1 the drafted node i, as in ``TreePlan``. ``probs`` are the target's: row i is what plain
-sampling draws the token after row i from. ``drafted`` are the proposer's: row i is what the children of row i were drawn
-from, one after another, each without those before it.
+sampling draws the token after row i from. ``drafted`` are the proposer's: row i is what the children of the i-th row with
+children were drawn from, one after another, each without those before it.
 """
 
 from __future__ import annotations
@@ -62,15 +62,18 @@ class Odds:
 class Siblings:
     """Who is whose child in a tree of drawn tokens.
 
-    rounds: for r = 0, 1, ... the rows that have an r-th child, and that child, int64 each: what is decided side by side.
-    elder: ``[N+1, N+1]`` bool, True where the column is an elder sibling of the row.
-    source: ``[N+1]`` int64: the place of a row among the rows with children, 0 for the others.
-    has_child: ``[N+1]`` bool.
+    parents: ``[P]`` int64, the rows with children, ascending. most_first: ``[P]`` int64, places in ``parents``, those with
+    most children first. rounds: for r = 0, 1, ... the r-th child of every row that has one, in the order of ``most_first``.
+    elder: ``[N+1, N+1]`` bool, True where the column is an elder sibling of the row. place, rank: ``[N+1]`` int64: of a row
+    with children in ``parents`` and in ``most_first``, 0 for the others. has_child: ``[N+1]`` bool.
     """
 
-    rounds: list[tuple[Tensor, Tensor]]
+    parents: Tensor
+    most_first: Tensor
+    rounds: list[Tensor]
     elder: Tensor
-    source: Tensor
+    place: Tensor
+    rank: Tensor
     has_child: Tensor
 
 
@@ -90,20 +93,28 @@ def siblings_of(tree: DraftTree, device: torch.device) -> Siblings:
                 f"{len(known)}; add the missing paths or use sampling.verifier=point_mass"
             )
         known.append(node + 1)
-    size = len(tree) + 1
+    size, parents = len(tree) + 1, sorted(children)
     elder = torch.zeros(size, size, dtype=torch.bool)
-    source = torch.zeros(size, dtype=torch.int64)
-    for place, row in enumerate(sorted(children)):
-        source[row] = place
-        for i, child in enumerate(children[row]):
-            elder[child, children[row][:i]] = True
-    rounds = []
-    for r in range(max(map(len, children.values()), default=0)):
-        pairs = [(row, known[r]) for row, known in sorted(children.items()) if len(known) > r]
-        parents, nodes = zip(*pairs, strict=True)
-        rounds.append((torch.tensor(parents, device=device), torch.tensor(nodes, device=device)))
+    for known in children.values():
+        for i, child in enumerate(known):
+            elder[child, known[:i]] = True
+    most_first = sorted(range(len(parents)), key=lambda place: -len(children[parents[place]]))
+    place, rank = torch.zeros(2, size, dtype=torch.int64)
+    place[parents] = torch.arange(len(parents))
+    rank[[parents[i] for i in most_first]] = torch.arange(len(parents))
+    by_count = [children[parents[i]] for i in most_first]
+    rounds = [[own[r] for own in by_count if len(own) > r] for r in range(len(by_count[0]))]
     has_child = torch.tensor([row in children for row in range(size)])
-    return Siblings(rounds, elder.to(device), source.to(device), has_child.to(device))
+
+    def ids(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return Siblings(
+        ids(parents),
+        ids(most_first),
+        [ids(nodes) for nodes in rounds],
+        *(table.to(device) for table in (elder, place, rank, has_child)),
+    )
 
 
 def sibling_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
@@ -118,38 +129,48 @@ def sibling_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Ten
         siblings: of the tree.
         tokens: ``[N+1]`` int64.
         probs: ``[N+1, V]``.
-        drafted: ``[N+1, V]``; rows without children are not read.
+        drafted: ``[P, V]``, what the children of each row of ``siblings.parents`` were drawn from.
     """
     if len(siblings.rounds) == 1:
         return _only_child_odds(siblings, tokens, probs, drafted)
     accept = torch.ones_like(probs[:, 0])
-    rest, left = probs, drafted
-    for parents, children in siblings.rounds:
-        own, proposed = rest[parents], left[parents]
+    # Copies, written in place: the tables are large, and what is left of a round is a prefix of its rows. They are kept as
+    # weights, not normalised, which spares two passes over them in every round.
+    rest = probs.index_select(0, siblings.parents[siblings.most_first])
+    left = drafted.index_select(0, siblings.most_first)
+    for children in siblings.rounds:
+        own, proposed = rest[: len(children)], left[: len(children)]
         chosen = tokens[children][:, None]
-        mass = proposed.sum(dim=-1, keepdim=True)
-        point = torch.zeros_like(proposed).scatter_(1, chosen, 1.0)
-        proposed = torch.where(mass > 0, proposed / mass, point)
-        offered, wanted = proposed.gather(1, chosen)[:, 0], own.gather(1, chosen)[:, 0]
-        accept[children] = torch.where(wanted >= offered, 1.0, wanted / offered)
-        reduced = (own - proposed).clamp_min(0.0)
-        total = reduced.sum(dim=-1, keepdim=True)
-        # Nothing remains only where p equals q, and there nothing is rejected.
-        rest = rest.index_copy(0, parents, torch.where(total > 0, reduced / total, own))
-        left = left.index_copy(0, parents, proposed.scatter(1, chosen, 0.0))
-    return Odds(accept, lambda rows: rest.index_select(0, rows))
+        total, mass = own.sum(dim=-1, keepdim=True), proposed.sum(dim=-1, keepdim=True)
+        certain = mass <= 0
+        offered = torch.where(certain, 1.0, proposed.gather(1, chosen) / mass)
+        # Nothing remains only where p equals q, and there nothing was rejected.
+        wanted = torch.where(total > 0, own.gather(1, chosen) / total, 0.0)
+        accept[children] = torch.where(wanted >= offered, 1.0, wanted / offered)[:, 0]
+        own.addcmul_(proposed, torch.where(certain, 0.0, total / mass), value=-1.0)
+        own.scatter_add_(1, chosen, torch.where(certain, -total, 0.0)).clamp_min_(0.0)
+        proposed.scatter_(1, chosen, 0.0)
+
+    def rest_of(rows: Tensor) -> Tensor:
+        found = rest.index_select(0, siblings.rank[rows])
+        changed = siblings.has_child[rows][:, None] & (found.sum(dim=-1, keepdim=True) > 0)
+        return torch.where(changed, found, probs.index_select(0, rows))
+
+    return Odds(accept, rest_of)
 
 
 def _only_child_odds(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
     """``sibling_odds`` where no node has a sibling: nothing is ever taken out of a distribution."""
     accept = torch.ones_like(probs[:, 0])
-    ((parents, children),) = siblings.rounds
-    wanted, offered = probs[parents, tokens[children]], drafted[parents, tokens[children]]
+    (children,) = siblings.rounds
+    chosen = tokens[children]
+    wanted = probs[siblings.parents, chosen]
+    offered = drafted.gather(1, chosen[:, None])[:, 0]
     accept[children] = torch.where(wanted >= offered, 1.0, wanted / offered)
 
     def rest(rows: Tensor) -> Tensor:
         own = probs.index_select(0, rows)
-        proposed = drafted.index_select(0, rows) * siblings.has_child[rows][:, None]
+        proposed = drafted.index_select(0, siblings.place[rows]) * siblings.has_child[rows][:, None]
         reduced = (own - proposed).clamp_min(0.0)
         return torch.where(reduced.sum(dim=-1, keepdim=True) > 0, reduced, own)
 
@@ -172,10 +193,10 @@ def block_odds(tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
     Args:
         tokens: ``[K+1]`` int64, the root and the chain.
         probs: ``[K+1, V]``.
-        drafted: ``[K+1, V]``; the last row is not read.
+        drafted: ``[K, V]``.
     """
     depth = tokens.numel() - 1
-    drafted = torch.cat([drafted[:depth], torch.zeros_like(drafted[:1])])
+    drafted = torch.cat([drafted, torch.zeros_like(drafted[:1])])
     following = tokens[1:, None]
     ratio = (probs[:depth].gather(1, following) / drafted[:depth].gather(1, following))[:, 0]
     kept = [torch.ones_like(ratio[0])]

@@ -135,7 +135,7 @@ def sampled_step(
             texts = node_texts(tree, tokens)
             rows = torch.tensor([0, *tokens])
             probs = torch.stack([target(prefix + text) for text in texts])
-            drafted = torch.stack([draft(prefix + text) for text in texts])
+            drafted = torch.stack([draft(prefix + texts[row]) for row in siblings.parents.tolist()])
             if rule == "block":
                 odds = block_odds(rows, probs, drafted)
                 outcomes = block_outcomes(odds)

@@ -100,7 +100,7 @@ def step_of(proposer: DraftModelProposer, target: Model, rule: str) -> object:
             rows = torch.tensor([0, *tokens])
             probs = torch.stack([target(prefix + text) for text in texts])
             siblings = siblings_of(tree, CPU)
-            drafted = proposal.probs.index_select(0, siblings.source).double()
+            drafted = proposal.probs.double()
             if rule == "block":
                 odds = block_odds(rows, probs, drafted)
                 outcomes = block_outcomes(odds)

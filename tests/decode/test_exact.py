@@ -14,11 +14,15 @@ CHAIN = DraftTree.chain(3)
 SHORT = DraftTree.chain(2)
 TREE = DraftTree.from_paths([[0], [1], [0, 0], [0, 1]])
 WIDE = DraftTree.from_paths([[0], [1], [2], [1, 0]])
+LATE = DraftTree.from_paths([[0], [0, 0], [0, 1], [0, 2]])
+"""The root has fewer children than a node below it."""
 TINY = 1e-12
 
 
 @pytest.mark.parametrize(
-    ("tree", "vocab"), [(CHAIN, 3), (SHORT, 4), (TREE, 3), (WIDE, 3)], ids=["chain", "short", "tree", "wide"]
+    ("tree", "vocab"),
+    [(CHAIN, 3), (SHORT, 4), (TREE, 3), (WIDE, 3), (LATE, 3)],
+    ids=["chain", "short", "tree", "wide", "late"],
 )
 def test_drawn_drafts_leave_the_law_alone(tree: DraftTree, vocab: int) -> None:
     target, draft = random_model(vocab, 1), random_model(vocab, 101)
@@ -78,8 +82,8 @@ def test_more_siblings_than_the_draft_has_tokens() -> None:
 def without_normalising(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
     """Wrong: a rejected sibling is taken out of the draft's distribution, which is not normalised afterwards."""
     accept, rest, left = torch.ones_like(probs[:, 0]), probs.clone(), drafted.clone()
-    for parents, children in siblings.rounds:
-        for parent, child in zip(parents.tolist(), children.tolist(), strict=True):
+    for children in siblings.rounds:
+        for parent, child in zip(siblings.parents.tolist(), children.tolist(), strict=True):
             x = int(tokens[child])
             accept[child] = (rest[parent, x] / left[parent, x]).clamp(max=1)
             reduced = (rest[parent] - left[parent]).clamp(min=0)
@@ -96,7 +100,7 @@ def test_the_two_known_wrong_rules_are_found_out() -> None:
 
     def as_if_drawn(siblings: Siblings, tokens: Tensor, probs: Tensor, drafted: Tensor) -> Odds:
         """Wrong: the draft is the likeliest token, and is tested as if it had been drawn."""
-        return sibling_odds(siblings, tokens, probs, torch.stack([draft((0, 1))] * len(probs)))
+        return sibling_odds(siblings, tokens, probs, torch.stack([draft((0, 1))] * len(drafted)))
 
     chain = DraftTree.chain(1)
     assert error(sampled_step(chain, target, likeliest, "siblings", as_if_drawn), target, 1, 2) > 0.05
