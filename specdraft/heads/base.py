@@ -162,7 +162,7 @@ class DraftHead(nn.Module, ABC):
         return [self.grow(state, own, embed, growth) for state, own in zip(states, contexts, strict=True)]
 
     def compile_pass(self) -> None:
-        """Called by a decoder on a device whose target is compiled: the head may run what it repeats in every draft as one graph.
+        """Called by a decoder on a device whose target is compiled: what is repeated in every draft may become one graph.
 
         Drafts stay the same. Kinds of many small or no such passes leave it.
 
