@@ -68,3 +68,23 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(tensors)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+TRIO = {"aux_layers": [2, 5, 7]}
+REDUCED = {"draft_vocab_size": 40}
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {}),
+    "eagle3_trio": ("eagle3", {**TRIO, **REDUCED}),
+    "eagle3_two_layers": ("eagle3", {"aux_layers": [6, 2], **REDUCED}),
+    "eagle3_unordered": ("eagle3", {"aux_layers": [8, 1, 5], "fc_norm": True, "norm_output": True}),
+    "eagle3_published": ("eagle3", {"norm_before_residual": True, **REDUCED}),
+    "eagle3_wide": ("eagle3", {"intermediate_size": 56, "num_key_value_heads": 4}),
+    "eagle": ("eagle", {}),
+    "eagle_reduced": ("eagle", REDUCED),
+    "peagle": ("peagle", {"num_layers": 2, **REDUCED}),
+    "peagle_one_layer": ("peagle", {"num_layers": 1, "num_key_value_heads": 4, **TRIO}),
+    "medusa": ("medusa", {}),
+    "medusa_reduced": ("medusa", REDUCED),
+    "medusa_deep": ("medusa", {"num_layers": 2, "shared_lm_head": False, "num_draft_tokens": 2}),
+}
+"""Name -> kind and settings of heads that differ in what formats can say."""

@@ -26,8 +26,10 @@ from specdraft.targets.hf import HFTarget
 
 MAX_QUERIES = 16
 OVERHEAD_PROMPTS = 2
-NEARLY = 0.03
+NEARLY = 0.05
 """Shapes whose speeds differ by a smaller share are equally fast, as far as some seconds of measuring can tell."""
+WORTH_MEASURING = 0.8
+"""A prediction below this share of the best one is not looked into."""
 Say = Callable[[str], None]
 
 
@@ -95,13 +97,20 @@ def predict(
 def finalists(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """What is measured: plain decoding first, the first ``count`` that draft, the best chain, the best grown tree.
 
-    And the smallest of those that are predicted to be nearly as fast as the first.
+    And the best fixed tree of every depth and the smallest of those that are predicted to be nearly as fast as the first:
+    costs are known to a few per cent only, and a shape of few nodes is often as fast as a large one predicted to be faster.
     """
     plain = next(candidate for candidate in candidates if is_plain(candidate.shape))
     drafting = [candidate for candidate in candidates if not is_plain(candidate.shape)]
     chosen = drafting[:count]
     near = [candidate for candidate in drafting if candidate.tokens_per_s >= (1 - NEARLY) * drafting[0].tokens_per_s]
+    worth = WORTH_MEASURING * drafting[0].tokens_per_s
+    depths: dict[int, Candidate] = {}
+    for candidate in drafting:
+        if isinstance(candidate.shape, DraftTree) and candidate.tokens_per_s >= worth:
+            depths.setdefault(candidate.shape.max_depth, candidate)
     for best in (
+        *(depths[depth] for depth in sorted(depths)),
         min(near, key=lambda candidate: num_nodes(candidate.shape)),
         next(candidate for candidate in drafting if is_chain(candidate.shape)),
         next((candidate for candidate in drafting if isinstance(candidate.shape, TreeGrowth)), None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,14 @@ from safetensors.torch import load_file, save_file
 from specdraft.core.types import FeatureRequest, Features, TokenBatch
 from specdraft.data._config import DataConfig
 from specdraft.data._features_config import FeaturesConfig
-from specdraft.data.chat import ChatRenderer, TokenRow
+from specdraft.data.chat import TokenRow
 from specdraft.data.formats import Message
-from specdraft.data.sources import Conversation
 from specdraft.decode._config import DecodeConfig
 from specdraft.doctor.case import Case
 from specdraft.doctor.checks import resources
-from specdraft.doctor.findings import Finding, all_checks, choose_checks, run_checks
+from specdraft.doctor.findings import Finding, all_checks
 from specdraft.doctor.page import as_dict, html_page, worst_rows
 from specdraft.eval._config import EvalConfig
-from specdraft.eval.lossless import greedy_texts
 from specdraft.export import registry
 from specdraft.heads.base import DraftHead, head_config
 from specdraft.heads.medusa import MedusaHead
@@ -36,12 +34,12 @@ from specdraft.plan.job import Job
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.hf import HFTarget, load_target
 from specdraft.train._config import OptimConfig, TrainerConfig
-from tests.cli import WORDS, make_workspace
+from tests.cli import make_workspace
+from tests.doctor_cases import EOS, answered, conversation, faults, run, shifted, with_rows, with_target, with_template
 from tests.tiny import CHAT_TEMPLATE, tiny_target
 from tests.unit import data_helpers as h
 
 ROWS = 8
-EOS = 2
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +50,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def target(workspace: Path) -> HFTarget:
     return load_target(TargetConfig(name=str(workspace / "target"), device="cpu", pack_weights=False))
-
-
-def conversation(place: int, *answers: str, question: str | None = None) -> Conversation:
-    asked = question or f"What about {WORDS[place % len(WORDS)]} number {place} of them all?"
-    messages: list[Message] = [{"role": "user", "content": asked}]
-    for answer in answers:
-        messages.append({"role": "assistant", "content": answer})
-    return Conversation(str(place), "", messages)
-
-
-def answered(writer: HFTarget, conversations: Sequence[Conversation]) -> list[TokenRow]:
-    """Rows as the pipeline makes them: the target's own greedy answers, ended as the template does."""
-    assert writer.tokenizer is not None
-    renderer = ChatRenderer(writer.tokenizer)
-    rows = []
-    for one in conversations:
-        prompt = renderer.prompt_ids(one.messages)
-        (text,) = greedy_texts(writer, [prompt], 24)
-        text = text[: text.index(EOS)] if EOS in text else text
-        rows.append(TokenRow([*prompt, *text, EOS], [False] * len(prompt) + [True] * (len(text) + 1)))
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -109,38 +86,6 @@ def clean(workspace: Path, target: HFTarget, tmp_path_factory: pytest.TempPathFa
         scratch=tmp_path_factory.mktemp("scratch"),
         overfit_steps=400,
     )
-
-
-def run(case: Case, *names: str) -> dict[str, Finding]:
-    """Name -> finding of the checks ``names``, or of all."""
-    return {found.name: found for found in run_checks(case, choose_checks(names, []))}
-
-
-def faults(case: Case, *names: str) -> set[str]:
-    return {name for name, found in run(case, *names).items() if found.verdict == "fault"}
-
-
-def with_target(case: Case, **changes: Any) -> Case:
-    """The case with a copy of its target that has other attributes."""
-    other = copy.copy(case.target)
-    for name, value in changes.items():
-        setattr(other, name, value)
-    return replace(case, target=other, notes={})
-
-
-def with_template(case: Case, template: str, **changes: Any) -> Case:
-    tokenizer = copy.deepcopy(case.tokenizer)
-    tokenizer.chat_template = template
-    return replace(with_target(case, tokenizer=tokenizer), **changes)
-
-
-def with_rows(case: Case, change: Callable[[TokenRow], TokenRow]) -> Case:
-    return replace(case, rows=[change(row) for row in case.rows], notes={})
-
-
-def shifted(row: TokenRow, by: int) -> TokenRow:
-    mask = row.loss_mask
-    return TokenRow(row.input_ids, [*[False] * by, *mask[:-by]] if by > 0 else [*mask[-by:], *[True] * -by])
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdraft.core.errors import CheckpointError, ExportError
+from specdraft.core.errors import ExportError
 from specdraft.export import exporting
 from specdraft.export._config import ExportConfig
 from specdraft.export.exporting import Source, export_head, verify
@@ -24,28 +24,10 @@ from specdraft.export.formats import gguf
 from specdraft.export.formats.openvino import SCRIPT
 from specdraft.export.formats.sglang_eagle import HOT_TOKENS
 from specdraft.export.material import Material
-from specdraft.export.registry import choose, find_format
+from specdraft.export.registry import find_format
 from specdraft.export.tensors import write_safetensors
-from specdraft.heads.base import head_kinds
-from tests.exports import edit_config, edit_tensors, save_target, saved_head, written
+from tests.exports import HEADS, REDUCED, edit_config, edit_tensors, save_target, saved_head, written
 
-TRIO = {"aux_layers": [2, 5, 7]}
-REDUCED = {"draft_vocab_size": 40}
-HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle3": ("eagle3", {}),
-    "eagle3_trio": ("eagle3", {**TRIO, **REDUCED}),
-    "eagle3_two_layers": ("eagle3", {"aux_layers": [6, 2], **REDUCED}),
-    "eagle3_unordered": ("eagle3", {"aux_layers": [8, 1, 5], "fc_norm": True, "norm_output": True}),
-    "eagle3_published": ("eagle3", {"norm_before_residual": True, **REDUCED}),
-    "eagle3_wide": ("eagle3", {"intermediate_size": 56, "num_key_value_heads": 4}),
-    "eagle": ("eagle", {}),
-    "eagle_reduced": ("eagle", REDUCED),
-    "peagle": ("peagle", {"num_layers": 2, **REDUCED}),
-    "peagle_one_layer": ("peagle", {"num_layers": 1, "num_key_value_heads": 4, **TRIO}),
-    "medusa": ("medusa", {}),
-    "medusa_reduced": ("medusa", REDUCED),
-    "medusa_deep": ("medusa", {"num_layers": 2, "shared_lm_head": False, "num_draft_tokens": 2}),
-}
 CARRIED = {
     "eagle3": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
     "eagle3_trio": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
@@ -359,66 +341,6 @@ def test_only_an_earlier_export_is_replaced(heads: dict[str, Path], tmp_path: Pa
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(ExportError, match=r"^export\.output: is occupied"):
         export_head(Source(heads["medusa"]), config)
-
-
-def test_no_engine_but_ours_gets_an_unknown_kind(target: Path, tmp_path: Path) -> None:
-    for kind in set(head_kinds()) - {"eagle3", "eagle", "medusa", "peagle"}:
-        material = Material(saved_head(tmp_path / kind, target, kind))
-        chosen, left_out = choose(["all"], material)
-        assert [format.name for format in chosen] == ["hf"]
-        assert set(left_out) == ({"speculators"} if kind == "dflash" else set())
-        with pytest.raises(
-            ExportError, match=rf"^export\.format: cannot carry this head, got eagle3 for {kind}: .*hf$"
-        ):
-            choose(["eagle3"], material)
-
-
-REFUSED = [
-    (
-        "eagle3",
-        "eagle3",
-        {"aux_layers": [2, 5, 10]},
-        "before the final norm, the head was trained behind it; use format=hf",
-    ),
-    ("trtllm", "eagle3", {"norm_before_residual": True}, "no norm_before_residual; use format=eagle3"),
-    ("openvino", "eagle3", {"aux_layers": [2, 5]}, "fuses 3 layers, the head 2; use format=eagle3"),
-    ("trtllm", "eagle3", {"aux_layers": [0, 5, 7]}, "cannot tap the embeddings"),
-    ("gguf", "eagle3", {"fc_norm": True}, "llama.cpp: it has no fc_norm; use format=eagle3 with vLLM"),
-    ("openvino", "eagle3", {"norm_output": True}, "it has no norm_output; use format=eagle3 with vLLM"),
-    ("speculators", "dflash", {}, "its dflash norms queries and keys in every layer, as Qwen3 does.*; use format=hf"),
-    ("speculators", "peagle", {"aux_layers": [8, 1, 5]}, "engines fuse layers in ascending order.*; use format=hf"),
-    ("eagle3", "peagle", {}, "eagle3 carries eagle3 heads; use format=speculators or hf"),
-    ("medusa", "medusa", {"shared_lm_head": False, **REDUCED}, "cover a part of the vocabulary .*; use format=hf"),
-    ("vllm_eagle", "medusa", {}, "vllm_eagle carries eagle heads; use format=medusa or hf"),
-]
-
-
-@pytest.mark.parametrize(("name", "kind", "settings", "reason"), REFUSED)
-def test_what_a_format_cannot_say_is_refused(
-    name: str, kind: str, settings: dict[str, Any], reason: str, target: Path, tmp_path: Path
-) -> None:
-    head = saved_head(tmp_path / "head", target, kind, **settings)
-    with pytest.raises(
-        ExportError, match=rf"^export\.format: cannot carry this head, got {name} for {kind}: .*{reason}"
-    ):
-        export_head(Source(head), ExportConfig(format=[name]))
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]
-
-
-def test_another_target_is_refused(heads: dict[str, Path], tmp_path: Path) -> None:
-    other = save_target(tmp_path / "other", seed=1)
-    with pytest.raises(ExportError, match=r"^target: is not the one the head was trained for \(.*, got .*other"):
-        export_head(
-            Source(heads["eagle3"], target=str(other)), ExportConfig(format=["eagle3"], output=str(tmp_path / "x"))
-        )
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_nan_in_the_head_is_refused(target: Path, tmp_path: Path) -> None:
-    head = saved_head(tmp_path / "head", target, "eagle3")
-    edit_tensors(head, lambda t: t["fc.weight"][0, :1].fill_(float("nan")))
-    with pytest.raises(CheckpointError, match=r"^head: tensor fc\.weight holds NaN or infinity"):
-        export_head(Source(head), ExportConfig(format=["eagle3"]))
 
 
 def test_serve_names_every_reader(heads: dict[str, Path], tmp_path: Path) -> None:
