@@ -176,6 +176,7 @@ def measure(cfg: PlanRun, found: Forecast) -> tuple[Measured, Workload]:
     from specdraft.cli.train import acceptance, assemble
     from specdraft.data.prepare import prepare
     from specdraft.plan.measuring import Recorder, rates
+    from specdraft.plan.times import answering_seconds
     from specdraft.plan.workload import sampled_workload
     from specdraft.targets.hf import load_target
     from specdraft.train.inputs import make_accelerator
@@ -207,7 +208,13 @@ def measure(cfg: PlanRun, found: Forecast) -> tuple[Measured, Workload]:
         )
         written = workload.num_rows * workload.answer * (sample.data.limit or total) / total
         peak = peak_memory_bytes(accelerator.device.type == "cuda")
-        return rates(recorder, prepared_s / max(1.0, written), decode_s, peak), workload
+        # Of a sample of which all is one batch, the padding is not that of the run, whose batches are sorted by length.
+        own = replace(workload, num_rows=len(workload.lengths))
+        estimated = 0.0
+        if cfg.data.answers.head is None:
+            estimated = answering_seconds(found.job, found.sizes, own, found.here.machine)
+        factor = prepared_s / estimated if estimated else None
+        return rates(recorder, prepared_s / max(1.0, written), decode_s, peak, factor), workload
 
 
 def short_run(cfg: PlanRun, folder: Path, rows: int) -> PlanRun:

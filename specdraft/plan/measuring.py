@@ -35,7 +35,13 @@ class Recorder:
         """See Tracker."""
 
 
-def rates(recorder: Recorder, answer_s: float, decode_s: float | None, peak_bytes: float) -> Measured:
+def rates(
+    recorder: Recorder,
+    answer_s: float,
+    decode_s: float | None,
+    peak_bytes: float,
+    answers_factor: float | None = None,
+) -> Measured:
     """Seconds for each token of training, over the steps after the first few.
 
     Raises:
@@ -54,4 +60,5 @@ def rates(recorder: Recorder, answer_s: float, decode_s: float | None, peak_byte
         decode_s=decode_s,
         peak_bytes=peak_bytes,
         steps=len(steps),
+        answers_factor=answers_factor,
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from specdraft.heads.base import DraftHead
 from specdraft.plan.disk import feature_bytes
 from specdraft.plan.head_cost import HeadCost
 from specdraft.plan.job import Job
 from specdraft.plan.machines import Machine
 from specdraft.plan.sizes import TargetSizes
-from specdraft.plan.workload import Schedule
+from specdraft.plan.workload import Schedule, Workload
 
 ACCEPTED = 1.0
 """Tokens that a step of measured decoding emits: a head that is no good yet, so that the time is no less."""
@@ -43,9 +45,11 @@ class Times:
 class Measured:
     """Rates of this machine, taken from a short run of the same settings.
 
-    answer_s: seconds for each token written. target_s, draft_s: of training, for each token, with all that is not the
-    target's forward in the second. decode_s: for each token of a measurement of acceptance, None where none was made.
-    peak_bytes: the most memory that the process held. steps: optimizer steps that were measured.
+    answer_s: seconds for each token written; for writers other than the target alone. answers_factor: what writing the
+    answers of the sample took, over ``answering_seconds`` of it; None where that is not what writes them. target_s,
+    draft_s: of training, for each token, with all that is not the target's forward in the second. decode_s: for each token
+    of a measurement of acceptance, None where none was made. peak_bytes: the most memory that the process held. steps:
+    optimizer steps that were measured.
     """
 
     answer_s: float
@@ -54,6 +58,7 @@ class Measured:
     decode_s: float | None
     peak_bytes: float
     steps: int
+    answers_factor: float | None = None
 
 
 def estimated_times(
@@ -67,12 +72,7 @@ def estimated_times(
     target = schedule.epoch_tokens * sizes.forward_flops(mean / 2, lm_head=False) / rate / (1.0 - schedule.padding)
     row = cost.row_flops(mean) + _loss_flops(job, head, sizes, workload.supervised)
     training = workload.num_rows * row / rate + schedule.epoch_steps * _optimizer_s(head, machine)
-    prepare = 0.0
-    if workload.answer and job.data.answers.by == "target":
-        read = workload.num_rows * workload.prompt * sizes.forward_flops(workload.prompt / 2, lm_head=False) / rate
-        batch = min(job.data.generate_batch_size, workload.num_rows)
-        step = step_seconds(job, sizes, machine, batch, mean)
-        prepare = read + workload.num_rows * workload.answer / batch * step / processes
+    prepare = answering_seconds(job, sizes, workload, machine) / processes
     once = step_seconds(job, sizes, machine, 1, mean)
     return Times(
         prepare=prepare,
@@ -90,11 +90,34 @@ def measured_times(job: Job, head: DraftHead, schedule: Schedule, found: Measure
         passes = 60.0 * limit / max(1e-9, tokens * (found.target_s + found.draft_s))
     evaluated = evaluation_tokens(job, schedule)
     return Times(
-        prepare=schedule.workload.num_rows * schedule.workload.answer * found.answer_s,
+        prepare=_measured_answering(schedule.workload, found, fallback),
         features=tokens * found.target_s * _target_passes(job, head, schedule, passes),
         training=tokens * found.draft_s * passes,
         evaluation=fallback.evaluation if found.decode_s is None else evaluated * found.decode_s,
     )
+
+
+def answering_seconds(job: Job, sizes: TargetSizes, workload: Workload, machine: Machine) -> float:
+    """One device writes the answers of all rows: batches of the longest prompts first, each padded to its longest.
+
+    0 where the target does not write them, or not on this machine.
+    """
+    if not workload.answer or job.data.answers.by != "target":
+        return 0.0
+    prompts = np.maximum(np.sort(np.array(workload.lengths, np.float64))[::-1] - workload.answer, 1.0)
+    batch = min(job.data.generate_batch_size, workload.num_rows)
+    batches = -(-workload.num_rows // batch)
+    first_rows = np.arange(batches) * batch * len(prompts) // workload.num_rows
+    padded = float(prompts[first_rows].sum()) * batch
+    read = padded * sizes.forward_flops(padded / batches / batch / 2, lm_head=False) / machine.flops
+    return read + batches * workload.answer * step_seconds(job, sizes, machine, batch, workload.mean_length)
+
+
+def _measured_answering(workload: Workload, found: Measured, fallback: Times) -> float:
+    """``fallback``: whose estimate is brought to what was measured."""
+    if found.answers_factor is None:
+        return workload.num_rows * workload.answer * found.answer_s
+    return fallback.prepare * found.answers_factor
 
 
 def step_seconds(job: Job, sizes: TargetSizes, machine: Machine, rows: float, context: float) -> float:

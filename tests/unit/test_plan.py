@@ -28,7 +28,7 @@ from specdraft.plan.job import Job
 from specdraft.plan.measuring import Recorder, rates
 from specdraft.plan.sampling import source_sample
 from specdraft.plan.sizes import target_sizes
-from specdraft.plan.times import Measured, measured_times
+from specdraft.plan.times import Measured, answering_seconds, measured_times
 from specdraft.plan.workload import Schedule, Workload, sampled_workload
 from specdraft.targets._config import TargetConfig
 from specdraft.train.optim import build_optimizer
@@ -201,6 +201,22 @@ class TestTime:
         assert self.found(job(workspace, *words, "features=offline"), head).features == pytest.approx(100)
         half = self.found(job(workspace, "trainer.epochs=2", "trainer.max_minutes=2.5"), head)
         assert half.features + half.training == pytest.approx(150)
+
+    def test_a_sample_of_one_batch_does_not_lend_its_padding_to_the_run(self, workspace: Path) -> None:
+        """64 rows are one batch as wide as the longest; 12,800 are 188 batches of equal rows and 12 long ones."""
+        planned = job(workspace, "data.generate_batch_size=64")
+        found = forecast(planned)
+        machine = replace(found.here.machine, flops=1e6, bandwidth=1e15, step_s=0.0)
+        sample = Workload([18] * 60 + [98] * 4, 64, 64, 8.0, 15.0, 8.0, "test")
+        one = answering_seconds(planned, found.sizes, sample, machine)
+        all_rows = answering_seconds(planned, found.sizes, replace(sample, num_rows=12_800), machine)
+        assert 25 < all_rows / one < 100  # 200 times the rows
+        measured = Measured(0.01, 1e-3, 2e-3, 0.1, 0.0, 18, answers_factor=3.0)
+        fallback = replace(found.here.times, prepare=all_rows)
+        schedule = Schedule(planned, sample)
+        assert measured_times(planned, found.head, schedule, measured, fallback).prepare == pytest.approx(3 * all_rows)
+        served = replace(planned, data=replace(planned.data, regenerate=False))
+        assert answering_seconds(served, found.sizes, replace(sample, answer=0.0), machine) == 0.0
 
     def test_steps_after_the_first_ones_count(self) -> None:
         recorder = Recorder()
