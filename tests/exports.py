@@ -75,6 +75,7 @@ REDUCED = {"draft_vocab_size": 40}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3_trio": ("eagle3", {**TRIO, **REDUCED}),
+    "eagle3_one_layer": ("eagle3", {"aux_layers": [6]}),
     "eagle3_two_layers": ("eagle3", {"aux_layers": [6, 2], **REDUCED}),
     "eagle3_unordered": ("eagle3", {"aux_layers": [8, 1, 5], "fc_norm": True, "norm_output": True}),
     "eagle3_published": ("eagle3", {"norm_before_residual": True, **REDUCED}),

@@ -31,6 +31,7 @@ from tests.exports import HEADS, REDUCED, edit_config, edit_tensors, save_target
 CARRIED = {
     "eagle3": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
     "eagle3_trio": {"eagle3", "gguf", "hf", "openvino", "speculators", "trtllm"},
+    "eagle3_one_layer": {"eagle3", "hf", "speculators"},
     "eagle3_two_layers": {"eagle3", "hf", "speculators", "trtllm"},
     "eagle3_unordered": {"eagle3", "hf", "speculators", "trtllm"},
     "eagle3_published": {"eagle3", "gguf", "hf", "speculators"},

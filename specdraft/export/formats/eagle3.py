@@ -58,6 +58,9 @@ def sglang_reason(material: Material) -> str | None:
     """Why SGLang cannot draft with the head; None = it can."""
     if flag(material, "norm_before_residual"):
         return "it has no norm_before_residual"
+    if len(material.aux_layers) == 1:
+        # It tells by the width alone whether a state is fused already.
+        return "it leaves out the fusion of a single layer"
     return "it cannot tap the embeddings (layer 0)" if 0 in material.aux_layers else None
 
 
