@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from specdraft.core.compiling import COLUMNS, StaticGraph
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
@@ -26,13 +23,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_graphs_of_others() -> Iterator[None]:
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("torch.compile needs a C++ compiler")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("own_graphs")
 
 
 def drafts(target: HFTarget, kind: str, shape: Any, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> list[Any]:

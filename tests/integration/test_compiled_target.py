@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -20,13 +17,7 @@ LENGTH = 30
 TREE = DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1]])
 
 
-@pytest.fixture(autouse=True)
-def without_graphs_of_others() -> Iterator[None]:
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("torch.compile needs a C++ compiler")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("own_graphs")
 
 
 def count_graphs(subject: HFTarget, monkeypatch: pytest.MonkeyPatch) -> list[int]:
