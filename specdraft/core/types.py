@@ -210,7 +210,8 @@ class DraftBatch:
     loss_mask: ``[B, T]`` bool, True = this token is supervised (a token the target wrote).
     features: target states at every position. position_ids: ``[B, T]`` int64, from 0 in every document.
     document_ids: ``[B, T]`` int64, -1 on padding; attention never crosses documents.
-    anchors: ``[N]`` int64, sorted flat positions ``b * T + t`` from which drafting is trained.
+    anchors: ``[N]`` int64, sorted flat positions ``b * T + t`` from which drafting is trained. The last column of a row is
+    none: where it is among them, it pads them (see ``drafting``).
     """
 
     input_ids: Tensor
@@ -220,6 +221,12 @@ class DraftBatch:
     position_ids: Tensor
     document_ids: Tensor
     anchors: Tensor
+
+    @property
+    def drafting(self) -> Tensor:
+        """``[N]`` bool, True = a real anchor; False = one that only pads them to a rounded size, with nothing to draft."""
+        length = self.input_ids.shape[1]
+        return self.anchors % length != length - 1
 
     @property
     def num_tokens(self) -> Tensor:

@@ -13,6 +13,7 @@ from typing import overload
 
 import torch
 
+from specdraft.core.shapes import padded_size
 from specdraft.core.types import TokenBatch
 from specdraft.data.chat import TokenRow
 
@@ -223,9 +224,13 @@ def pack(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[li
 
 
 def collate(
-    rows: Sequence[TokenRow], pad_id: int, row_ids: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    rows: Sequence[TokenRow],
+    pad_id: int,
+    row_ids: Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
+    rounded: bool = False,
 ) -> TokenBatch:
-    """Pads on the right to the longest row. B rows, T tokens.
+    """Pads on the right to the longest row, ``rounded`` to the next ``padded_size``. B rows, T tokens.
 
     ``row_ids`` are the rows' places in the data set (default -1). ``sizes``: how many of ``rows``, in their order, share
     each row of the batch, as documents that do not see each other; None = one each. No rows at all make a batch of one
@@ -241,6 +246,7 @@ def collate(
     documents = iter(zip(rows, ids, strict=True))
     packed = [list(islice(documents, count)) for count in counts]
     T = max(sum(len(row.input_ids) for row, _ in line) for line in packed)
+    T = padded_size(T) if rounded else T
     shape = (len(packed), T)
     input_ids = torch.full(shape, pad_id)
     loss_mask = torch.zeros(shape, dtype=torch.bool)

@@ -58,7 +58,8 @@ def capture_rows(
     for batch in batches:
         places = [place for row in batch for place in row]
         if places and store.missing(places):
-            tokens = collate(rows(places), pad_id, places, [len(row) for row in batch]).to(target.device)
+            on_cpu = target.device.type == "cpu"
+            tokens = collate(rows(places), pad_id, places, [len(row) for row in batch], on_cpu).to(target.device)
             if bool(tokens.loss_mask.any()):
                 writer.add_batch(tokens, target.capture(tokens, writer.identity.request), store)
         progress(len(places))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdraft.core.shapes import missing_rows
 from specdraft.core.tree import DraftTree, Proposal, TreeGrowth
 from specdraft.core.types import (
     DraftBatch,
@@ -251,6 +252,7 @@ class AnchorLayout:
         row, column = batch.anchors // length, batch.anchors % length
         per_row = torch.bincount(row, minlength=rows)
         width = max(int(per_row.max()), 1) if batch.anchors.numel() else 1
+        width += missing_rows(width, row.device)
         first = per_row.cumsum(0) - per_row
         place = torch.arange(batch.anchors.numel(), device=row.device) - first[row]
         flat = row * width + place

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdraft.core.shapes import missing_rows
 from specdraft.core.types import DraftBatch, DraftStep, Features, TokenBatch
 
 
@@ -44,8 +45,18 @@ def anchor_positions(tokens: TokenBatch) -> Tensor:
     return rows * length + columns
 
 
-def build_draft_batch(tokens: TokenBatch, features: Features) -> DraftBatch:
-    """Tokens and the target's features of the same batch, with their anchors."""
+def build_draft_batch(tokens: TokenBatch, features: Features, rounded: bool = False) -> DraftBatch:
+    """Tokens and the target's features of the same batch, with their anchors.
+
+    rounded: on a CPU more anchors are added, at the end of the row with the fewest, where nothing is left to draft, until
+    there are ``padded_size`` of them. They take no part in loss and counts.
+    """
+    anchors = anchor_positions(tokens)
+    missing = missing_rows(anchors.numel(), anchors.device) if rounded else 0
+    if missing:
+        rows, length = tokens.input_ids.shape
+        fewest = torch.bincount(anchors // length, minlength=rows).argmin()
+        anchors = torch.cat([anchors, (fewest * length + length - 1).expand(missing)]).sort().values
     return DraftBatch(
         input_ids=tokens.input_ids,
         attention_mask=tokens.attention_mask,
@@ -53,7 +64,7 @@ def build_draft_batch(tokens: TokenBatch, features: Features) -> DraftBatch:
         features=features,
         position_ids=tokens.position_ids,
         document_ids=tokens.document_ids,
-        anchors=anchor_positions(tokens),
+        anchors=anchors,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdraft.core.shapes import padded_rows
 from specdraft.core.types import DraftStep, Unembedding
 from specdraft.losses._config import LossConfig
 from specdraft.losses.divergences import Chunk, acceptance, compare
@@ -90,9 +91,10 @@ class ChunkedTerms(torch.autograd.Function):
 
         loss = w logsumexp(z) - e . h        d loss / dh = w softmax(z) W - e        d loss / dW = (w softmax(z) - p - 1_y) h^T
 
-    so p enters only through p W and p^T h, once for all depths that share it, and the logits are passed over three times
-    (product, maximum, softmax). Both gradients are made where the logits exist anyway and only scaled in the backward
-    pass. Other terms, and a soft-capped target, which bends z, need the gradient of whole logits instead (``_bent``).
+    so p enters only through p W and p^T h, once for all depths that share it, and exp(z - max z) takes the place of the
+    logits: only what it is multiplied to is divided by its sum. Both gradients are made where the logits exist anyway and
+    only scaled in the backward pass. Other terms, and a soft-capped target, which bends z, need the gradient of whole
+    logits instead (``_bent``).
     Returns the losses ``[K]`` float64, per step ``[N]`` bool: the argmax of the draft logits is the label, and per step
     ``[N]`` float32: what sampling accepts, where the term confidence asks for it (0 outside the loss).
     """
@@ -163,11 +165,12 @@ class _Work:
             parts = [members[k][0] for k in steps]
             if not sum(part.numel() for part in parts):
                 continue
+            # Rows of zeros that pad them have a scale of zero, and nothing is taken from them.
             rows = _Rows(
-                hidden=torch.cat([self.hidden[k][r] for k, r in zip(steps, parts, strict=True)]).to(self.dtype),
-                labels=torch.cat([plan.labels[k][r] for k, r in zip(steps, parts, strict=True)]),
-                scale=torch.cat([plan.scales[k][r] for k, r in zip(steps, parts, strict=True)]),
-                place=torch.cat([members[k][1] for k in steps]),
+                hidden=self._rows([self.hidden[k][r] for k, r in zip(steps, parts, strict=True)]).to(self.dtype),
+                labels=self._rows([plan.labels[k][r] for k, r in zip(steps, parts, strict=True)]),
+                scale=self._rows([plan.scales[k][r] for k, r in zip(steps, parts, strict=True)]),
+                place=self._rows([members[k][1] for k in steps]),
                 unembed=unembed,
                 weight=self.weights[id(unembed.weight)],
                 grad_weight=self.grad_weight.get(id(unembed.weight)),
@@ -183,6 +186,10 @@ class _Work:
                     self.accepted[k][r] = accepted[part]
                 start += r.numel()
 
+    def _rows(self, parts: list[Tensor]) -> Tensor:
+        """The parts of the steps as rows of one chunk, padded."""
+        return padded_rows(torch.cat(parts), self.config.chunk_size)
+
     def _teacher(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The target's distribution at positions ``[c]``, ``[c, D]``, and its mass on the draft vocabulary, ``[c]``.
 
@@ -192,7 +199,7 @@ class _Work:
         plan = self.plan
         if plan.teacher_hidden is None:
             return None, None
-        hidden = plan.teacher_hidden[positions].to(self.dtype)
+        hidden = padded_rows(plan.teacher_hidden[positions].to(self.dtype), self.config.chunk_size)
         logits = self._warm(_product(hidden, self.teacher_weight, plan.teacher), plan.teacher)
         if not plan.bends:
             return logits.softmax(-1), None
@@ -213,9 +220,10 @@ class _Work:
         logits = unembed.finish(_product(rows.hidden, rows.weight, unembed))
         top = logits.amax(-1)
         hits = _is_argmax(logits, top, rows.labels)
-        q = logits.softmax(-1)
-        # exp(top - logsumexp) is the largest probability; float32, since bf16 would round the loss to two digits
-        total = torch.logsumexp(logits.float(), -1) if logits.dtype == torch.float32 else _logsumexp(logits, top)
+        # In the place of the logits, and q = powers / norm only where a product has made them small.
+        powers = logits.sub_(top[:, None]).exp_()
+        norm = powers.sum(-1, dtype=torch.float32)
+        total = norm.log() + top.float()
         known = (rows.labels >= 0).float() * plan.hard
         index = rows.labels.clamp(min=0)
         wanted = rows.weight[index].float() * known[:, None]
@@ -230,10 +238,11 @@ class _Work:
             entropy = torch.special.entr(probs.float()).sum(-1)
             loss = loss - self.config.terms["forward_kl"] * entropy[rows.place]
         scale = rows.scale * unembed.scale
-        grad = ((q @ rows.weight).float() * mass[:, None] - wanted) * scale[:, None]
+        share = mass / norm
+        grad = ((powers @ rows.weight).float() * share[:, None] - wanted) * scale[:, None]
         if rows.grad_weight is not None:
             scaled = h32 * scale[:, None]
-            rows.grad_weight.add_(q.t() @ (scaled * mass[:, None]).to(self.dtype))
+            rows.grad_weight.add_(powers.t() @ (scaled * share[:, None]).to(self.dtype))
             if plan.hard:
                 rows.grad_weight.index_add_(0, index, scaled * -known[:, None])
             if probs is not None:
@@ -276,11 +285,6 @@ def _product(hidden: Tensor, weight: Tensor, unembed: Unembedding) -> Tensor:
     """``[n, H]`` -> ``h W^T + b`` ``[n, D]`` in the dtype of ``hidden``."""
     bias = None if unembed.bias is None else unembed.bias.detach().to(hidden.dtype)
     return F.linear(hidden, weight, bias)
-
-
-def _logsumexp(logits: Tensor, top: Tensor) -> Tensor:
-    """``[n]`` float32 log-sum-exp of half-precision logits ``[n, D]``, summed in float32 without a float32 copy."""
-    return (logits - top[:, None]).exp_().sum(-1, dtype=torch.float32).log() + top.float()
 
 
 def _is_argmax(logits: Tensor, top: Tensor, labels: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Objective:
 
     def denominator(self, tokens: TokenBatch | DraftBatch) -> Tensor:
         """This batch's part of the normaliser, 0-d float64: anchors, rows with anchors, or B*T (see LossConfig)."""
-        anchors = tokens.anchors if isinstance(tokens, DraftBatch) else anchor_positions(tokens)
+        anchors = tokens.anchors[tokens.drafting] if isinstance(tokens, DraftBatch) else anchor_positions(tokens)
         rows, length = tokens.input_ids.shape
         if self.config.normalize == "token":
             value = anchors.numel()
@@ -71,8 +71,8 @@ class Objective:
         """``[N]`` float32: 1, or one over the anchors of the row when rows weigh the same."""
         weights = torch.ones(batch.anchors.numel(), device=batch.anchors.device)
         if self.config.normalize == "sequence":
-            keys = _document_keys(batch, batch.anchors)
-            weights = weights / torch.bincount(keys)[keys]
+            keys = _document_keys(batch, batch.anchors[batch.drafting])
+            weights = torch.zeros_like(weights).masked_scatter_(batch.drafting, 1.0 / torch.bincount(keys)[keys])
         return weights
 
     def __call__(self, steps: Sequence[DraftStep], batch: DraftBatch, teacher: Teacher) -> LossResult:

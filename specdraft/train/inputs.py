@@ -119,9 +119,9 @@ class TrainResult:
     totals: dict[str, float]
 
 
-KERNELS = "64"
-"""Most kernels that oneDNN keeps on a CPU, each for one shape. It would keep 1,024, which rows of all lengths fill with such
-as are hardly used again: after 60 steps of SmolLM2 they held half a gigabyte."""
+KERNELS = "1024"
+"""Most kernels that oneDNN keeps on a CPU, each for one shape. Fewer than the padded shapes of a run (see ``core.shapes``) cost
+more than half of the speed: kernels are then made again and again."""
 
 
 def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerator:

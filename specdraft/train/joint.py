@@ -99,7 +99,7 @@ class Joint(Alone):
             return head_loss
         distance = self.distance(tokens, batch)
         self._sum += float(distance.detach())
-        self._count += batch.anchors.numel()
+        self._count += int(batch.drafting.sum())
         return self.head_weight * head_loss + distance / self._tokens
 
     def distance(self, tokens: TokenBatch, batch: DraftBatch) -> Tensor:
@@ -109,7 +109,8 @@ class Joint(Alone):
         """
         with self.adapter.off():
             original = self.target.capture(tokens, FeatureRequest())
-        hidden = batch.features.last_hidden.flatten(0, 1).index_select(0, batch.anchors + 1)
+        states = batch.features.last_hidden.flatten(0, 1)
+        hidden = states.index_select(0, (batch.anchors + 1).clamp(max=states.shape[0] - 1))
         step = DraftStep(hidden, 2, self.target.unembedding)
         return self._distance([step], replace(batch, features=original), self._teacher).loss_sum
 

@@ -157,7 +157,7 @@ def backward(
             tokens = tokens.to(accelerator.device)
             with target.together():  # one rank may remember what another has to capture
                 features = run.joint.capture(tokens, memory)
-            batch = build_draft_batch(tokens, features)
+            batch = build_draft_batch(tokens, features, rounded=True)
         with meter.phase("draft"), nullcontext() if i + 1 == len(window) else accelerator.no_sync(model):
             with accelerator.autocast():
                 result = run.objective(model(batch, target.embed, target.unembedding), batch, teacher)

@@ -29,11 +29,13 @@ def windows(
     """
     planned = islice(_planned(run, state.epoch, state.step_in_epoch), max(0, run.total_steps - state.step))
 
+    on_cpu = run.accelerator.device.type == "cpu"
+
     def make(micro_batches: list[MicroBatch]) -> list[TokenBatch]:
         made = []
         for rows in micro_batches:
             ids = [place for row in rows for place in row]
-            made.append(collate(run.rows(ids), run.pad_id, ids, [len(row) for row in rows]))
+            made.append(collate(run.rows(ids), run.pad_id, ids, [len(row) for row in rows], on_cpu))
         if run.store is not None:
             made = [tokens if memory and memory.holds(tokens) else run.store.attach(tokens) for tokens in made]
         return [tokens.pinned() for tokens in made] if run.accelerator.device.type == "cuda" else made

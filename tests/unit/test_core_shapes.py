@@ -1,0 +1,52 @@
+"""Padded sizes, and that padding to them changes neither loss nor gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdraft.core.shapes import LEAST, padded_rows, padded_size
+from specdraft.core.types import DraftStep, Features, Unembedding
+from specdraft.data.batching import collate
+from specdraft.data.chat import TokenRow
+from specdraft.losses.alignment import align, build_draft_batch
+
+
+def test_a_padded_size_holds_at_most_an_eighth_more_and_there_are_eight_for_a_doubling() -> None:
+    sizes = [padded_size(size) for size in range(1, 4096)]
+    assert all(size <= padded <= max(LEAST, size * 1.125 + 1, size + LEAST - 1) for size, padded in enumerate(sizes, 1))
+    assert len({padded for size, padded in enumerate(sizes, 1) if 1024 <= size < 2048}) <= 9
+    assert padded_size(0) == 0
+    assert [padded_size(padded) for padded in sizes] == sizes
+
+
+def test_padded_rows_are_zeros_behind_the_rows() -> None:
+    padded = padded_rows(torch.ones(17, 3), 1024)
+    assert padded.shape == (32, 3)
+    assert padded_rows(torch.ones(17, 3), 20).shape == (20, 3) and padded_rows(torch.ones(17, 3), 4).shape == (17, 3)
+    assert padded[:17].eq(1).all() and padded[17:].eq(0).all()
+
+
+@pytest.mark.parametrize("offset", [2, 3, 6])
+def test_added_anchors_have_no_label_at_any_offset(offset: int) -> None:
+    rows = [
+        TokenRow(list(range(5, 25)), [t >= 4 for t in range(20)]),
+        TokenRow([5, 6, 7, 8, 9], [False] * 2 + [True] * 3),
+    ]
+    tokens = collate(rows, 0)
+    hidden = torch.zeros(*tokens.input_ids.shape, 4)
+    plain = build_draft_batch(tokens, Features(hidden, None))
+    rounded = build_draft_batch(tokens, Features(hidden, None), rounded=True)
+    assert rounded.anchors.numel() == padded_size(plain.anchors.numel()) > plain.anchors.numel()
+    assert rounded.anchors.diff().ge(0).all()
+    unembed = Unembedding(torch.zeros(30, 4))
+    wanted = align(plain, DraftStep(hidden.flatten(0, 1)[plain.anchors], offset, unembed))
+    found = align(rounded, DraftStep(hidden.flatten(0, 1)[rounded.anchors], offset, unembed))
+    assert found.labels[found.valid].tolist() == wanted.labels[wanted.valid].tolist()
+
+
+def test_rounded_rows_are_padded_on_the_right() -> None:
+    row = TokenRow(list(range(1, 20)), [True] * 19)
+    tokens = collate([row], 0, rounded=True)
+    assert tokens.input_ids.shape == (1, 32)
+    assert tokens.attention_mask[0].tolist() == [True] * 19 + [False] * 13
