@@ -72,7 +72,7 @@ def batches(case: str, args: argparse.Namespace, vocab_size: int) -> list[TokenB
     for step in plan.epoch(0):
         for micro in step:
             places = [place for row in micro for place in row]
-            made.append(collate([rows[i] for i in places], 0, places, [len(row) for row in micro]))
+            made.append(collate([rows[i] for i in places], 0, places, [len(row) for row in micro], rounded=True))
         if len(made) > args.steps:
             break
     return made
@@ -99,10 +99,10 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     seconds, cpu_seconds, tokens_seen, positions = 0.0, 0.0, 0, 0
     for number, tokens in enumerate(made):
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        batch = build_draft_batch(tokens, target.capture(tokens, head.features()))
+        batch = build_draft_batch(tokens, target.capture(tokens, head.features()), rounded=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = objective(head(batch, target.embed, target.unembedding), batch, teacher).loss_sum
-        (loss / max(1, batch.anchors.numel())).backward()
+        (loss / batch.drafting.sum().clamp(min=1)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if number:

@@ -1,11 +1,13 @@
 """EAGLE-3 training speed and peak memory, as a ratio in one run against a naive fp32 loop with logits on every position.
 
-    python benchmarks/train_speed.py --data FILE [--target smollm2] [--rounds 3] [--batches 12] [--threads 2]
+    python benchmarks/train_speed.py --data FILE [--target smollm2] [--rounds 3] [--batches 12] [--rows 8] [--threads 2]
+        [--sides ours naive]
 
 FILE holds one conversation a line as token ids: {"p": prompt ids, "r": answer ids}. Features of the target are captured
 once and kept in memory for both sides, as the peers' figures have it; the online figure (capture included) is printed
-too. Both sides train the same head on the same batches; each side runs in a process of its own, so that its peak
-memory is its own, and the rounds alternate.
+too. The sides train the same head on the same batches; each runs in a process of its own, so that its peak memory is
+its own, and the rounds alternate. Side ``exact`` is ours without the padding to rounded sizes (``core.shapes``): give it
+as many ``--batches`` as make shapes come again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdraft.core import shapes
 from specdraft.core.types import DraftBatch, Features, TokenBatch
 from specdraft.data.batching import collate
 from specdraft.data.prepared import TokenRow
@@ -34,17 +37,19 @@ from specdraft.losses.objectives import Objective, Teacher
 from specdraft.targets._config import TargetConfig
 from specdraft.targets.hf import HFTarget, load_target
 
-STEPS, DRAFT_VOCAB, ROWS = 5, 8192, 8
+STEPS, DRAFT_VOCAB = 5, 8192
+SIDES = ("ours", "naive", "exact")
 
 
-def load_batches(path: str, count: int) -> tuple[list[TokenBatch], Tensor]:
-    """``count`` micro-batches spread over the length-sorted rows, and the answers' token counts up to the highest id."""
+def load_batches(path: str, count: int, size: int, rounded: bool) -> tuple[list[TokenBatch], Tensor]:
+    """``count`` micro-batches of ``size`` rows spread over the length-sorted rows, and counts of the answers' tokens."""
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     rows = sorted((r for r in rows if len(r["r"]) >= 4), key=lambda r: len(r["p"]) + len(r["r"]))
     counts = torch.bincount(torch.tensor([token for r in rows for token in r["r"]]))
     tokens = [TokenRow(r["p"] + r["r"], [False] * len(r["p"]) + [True] * len(r["r"])) for r in rows]
-    starts = [i * (len(tokens) - ROWS) // max(count - 1, 1) for i in range(count)]
-    return [collate(tokens[s : s + ROWS], 0, list(range(s, s + ROWS))) for s in starts], counts
+    starts = [i * (len(tokens) - size) // max(count - 1, 1) for i in range(count)]
+    places = [list(range(start, start + size)) for start in starts]
+    return [collate([tokens[i] for i in of], 0, of, rounded=rounded) for of in places], counts
 
 
 def build_head(target: HFTarget, counts: Tensor) -> DraftHead:
@@ -79,7 +84,10 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, float]:
     """Trains over the batches and returns tokens/s (without the first batches) and the peak memory of this process."""
     torch.set_num_threads(args.threads)
     target = load_target(TargetConfig(name=args.target, dtype="bfloat16"))
-    batches, counts = load_batches(args.data, args.batches)
+    rounded = side == "ours"
+    if side == "exact":
+        vars(shapes)["padded_size"] = lambda size: size
+    batches, counts = load_batches(args.data, args.batches, args.rows, rounded)
     head = build_head(target, counts)
     begin = time.perf_counter()
     features: list[Features] = [target.capture(tokens, head.features()) for tokens in batches]
@@ -89,14 +97,14 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, float]:
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, fused=True)
     seconds, tokens_seen, warm = 0.0, 0, 2
     for i in [0] * warm + list(range(len(batches))):
-        batch = build_draft_batch(batches[i], features[i])
+        batch = build_draft_batch(batches[i], features[i], rounded)
         begin = time.perf_counter()
-        if side == "ours":
+        if side != "naive":
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = objective(head(batch, target.embed, target.unembedding), batch, teacher).loss_sum
         else:
             loss = naive_loss(head, target, batch, teacher)
-        (loss / batch.anchors.numel()).backward()
+        (loss / batch.drafting.sum()).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -113,19 +121,21 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs both sides ``--rounds`` times, alternating, and prints medians and their ratio."""
+    """Runs the sides ``--rounds`` times, alternating, and prints medians and the ratio of the first to the last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--side", choices=("ours", "naive"))
+    parser.add_argument("--rows", type=int, default=8, help="of a batch")
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=["ours", "naive"])
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         print(json.dumps(measure(args.side, args)))
         return
-    found: dict[str, list[dict[str, float]]] = {"ours": [], "naive": []}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in args.sides}
     for _ in range(args.rounds):
         for side, results in found.items():
             command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
@@ -133,7 +143,7 @@ def main() -> None:
             results.append(json.loads(out.splitlines()[-1]))
             print(side, results[-1], flush=True)
     medians = {side: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for side, rs in found.items()}
-    ratio = medians["ours"]["tokens_per_s"] / medians["naive"]["tokens_per_s"]
+    ratio = medians[args.sides[0]]["tokens_per_s"] / medians[args.sides[-1]]["tokens_per_s"]
     print(
         json.dumps({"median": medians, "ratio": round(ratio, 2), "threads": args.threads, "torch": torch.__version__})
     )

@@ -119,11 +119,6 @@ class TrainResult:
     totals: dict[str, float]
 
 
-KERNELS = "1024"
-"""Most kernels that oneDNN keeps on a CPU, each for one shape. Fewer than the padded shapes of a run (see ``core.shapes``) cost
-more than half of the speed: kernels are then made again and again."""
-
-
 def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerator:
     """The Accelerator of a run: the launcher's processes, the precision of ``trainer``, plain DDP of the head.
 
@@ -142,8 +137,6 @@ def make_accelerator(trainer: TrainerConfig, device: str = "auto") -> Accelerato
     # Rank 0 decodes held-out prompts and writes checkpoints while the others wait for it.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
-    if on_cpu:
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
     if trainer.mixed_precision == "fp16" and on_cpu:
         raise ConfigError("trainer.mixed_precision: needs an accelerator, got fp16 on the CPU; use bf16 or no")
     return Accelerator(mixed_precision=trainer.mixed_precision, cpu=on_cpu, kwargs_handlers=[ddp, patience])
