@@ -9,7 +9,11 @@ from specdraft.core.shapes import LEAST, padded_rows, padded_size
 from specdraft.core.types import DraftStep, Features, Unembedding
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
+from specdraft.heads.base import head_kinds
+from specdraft.losses._config import LossConfig
 from specdraft.losses.alignment import align, build_draft_batch
+from specdraft.losses.objectives import Objective, Teacher
+from tests.training import make_head, make_rows, target
 
 
 def test_a_padded_size_holds_at_most_an_eighth_more_and_there_are_eight_for_a_doubling() -> None:
@@ -50,3 +54,35 @@ def test_rounded_rows_are_padded_on_the_right() -> None:
     tokens = collate([row], 0, rounded=True)
     assert tokens.input_ids.shape == (1, 32)
     assert tokens.attention_mask[0].tolist() == [True] * 19 + [False] * 13
+
+
+@pytest.mark.parametrize("normalize", ["token", "sequence"])
+@pytest.mark.parametrize("kind", list(head_kinds()))
+def test_padding_changes_neither_loss_nor_gradient_nor_counts(kind: str, normalize: str) -> None:
+    head = make_head(kind).train()
+    rows, objective = make_rows(3), Objective(LossConfig(normalize=normalize))
+    vocab = head.vocab
+    unembed = target().unembedding
+    reduced = (
+        Teacher(unembed, head.draft_unembedding(unembed), head.label_map())
+        if vocab
+        else Teacher(unembed, unembed, None)
+    )
+    results, gradients = [], []
+    for rounded in (False, True):
+        tokens = collate(rows, 0, [0, 1, 2], rounded=rounded)
+        batch = build_draft_batch(tokens, target().capture(tokens, head.features()), rounded)
+        head.zero_grad()
+        torch.manual_seed(0)
+        result = objective(head(batch, target().embed, unembed), batch, reduced)
+        result.loss_sum.backward()
+        results.append((batch, result))
+        gradients.append([p.grad.clone() for p in head.parameters() if p.grad is not None])
+    (plain, wanted), (padded, found) = results
+    assert padded.anchors.numel() > plain.anchors.numel() == int(padded.drafting.sum())
+    assert objective.denominator(plain) == objective.denominator(padded)
+    torch.testing.assert_close(found.loss_sum, wanted.loss_sum, rtol=1e-5, atol=1e-5)
+    assert found.stats.counts.tolist() == wanted.stats.counts.tolist()
+    assert found.stats.prefix_hits.tolist() == wanted.stats.prefix_hits.tolist()
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
