@@ -12,7 +12,7 @@ LEAST = 16
 def padded_size(size: int) -> int:
     """The least multiple of ``LEAST``, and of an eighth of the power of two below, that ``size`` fits in; 0 stays 0.
 
-    That are eight sizes for every doubling. oneDNN, which multiplies in half precision on a CPU, compiles a kernel for every
+    These are eight sizes for every doubling. oneDNN, which multiplies in half precision on a CPU, compiles a kernel for every
     shape it meets, which takes longer than the product itself: a few milliseconds to tens of them.
     """
     step = max(LEAST, 1 << max(0, size.bit_length() - 4))
