@@ -283,7 +283,8 @@ def layout_of(batch: DraftBatch, chosen: Tensor | None) -> AnchorLayout:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def choose_anchors(batch: DraftBatch, most: int) -> tuple[Tensor, Tensor] | None:
     """At most ``most`` anchors of every row, drawn at random, and for how many each stands; None where all are kept."""
-    row = batch.anchors // batch.input_ids.shape[1]
+    real = batch.drafting.nonzero().flatten()  # one that only pads must not take the place of another
+    row = batch.anchors[real] // batch.input_ids.shape[1]
     per_row = torch.bincount(row, minlength=batch.input_ids.shape[0])
     if not row.numel() or int(per_row.max()) <= most:
         return None
@@ -293,4 +294,4 @@ def choose_anchors(batch: DraftBatch, most: int) -> tuple[Tensor, Tensor] | None
     place = torch.arange(row.numel(), device=row.device) - first[row[order]]
     chosen = order[place < most].sort().values
     share = per_row.float() / per_row.clamp(min=1, max=most).float()
-    return chosen, share[row[chosen]]
+    return real[chosen], share[row[chosen]]

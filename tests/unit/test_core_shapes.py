@@ -9,6 +9,7 @@ from specdraft.core.shapes import LEAST, padded_rows, padded_size
 from specdraft.core.types import DraftStep, Features, Unembedding
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
+from specdraft.heads._parallel import choose_anchors
 from specdraft.heads.base import head_kinds
 from specdraft.losses._config import LossConfig
 from specdraft.losses.alignment import align, build_draft_batch
@@ -86,3 +87,16 @@ def test_padding_changes_neither_loss_nor_gradient_nor_counts(kind: str, normali
     assert found.stats.prefix_hits.tolist() == wanted.stats.prefix_hits.tolist()
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_of_anchors_leaves_out_those_that_only_pad() -> None:
+    """Without padding nothing exceeds the limit, so with it every real anchor stays too."""
+    tokens = collate(make_rows(3), 0, [0, 1, 2])
+    hidden = torch.zeros(*tokens.input_ids.shape, 4)
+    plain = build_draft_batch(tokens, Features(hidden, None))
+    rounded = build_draft_batch(tokens, Features(hidden, None), rounded=True)
+    most = int(torch.bincount(plain.anchors // tokens.input_ids.shape[1]).max())
+    assert choose_anchors(plain, most) is None and choose_anchors(rounded, most) is None
+    drawn = choose_anchors(rounded, most - 1)
+    assert drawn is not None
+    assert rounded.drafting[drawn[0]].all() and drawn[1].sum() == plain.anchors.numel()
