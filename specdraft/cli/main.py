@@ -176,6 +176,10 @@ def run_command(command: str, run: Any) -> None:
     """Imports the sub-command and runs it with its settings."""
     module = importlib.import_module(f"specdraft.cli.{COMMANDS[command][0]}")
     module.run(run)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from specdraft.train.sharding import end_processes
+
+        end_processes()
 
 
 def is_first_process() -> bool:

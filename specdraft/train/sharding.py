@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import debug
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdraft.core.errors import ConfigError, SpecDraftError, UnsupportedTargetError
@@ -199,6 +201,21 @@ def load_sharded(config: TargetConfig, accelerator: Accelerator) -> ShardedTarge
     target = ShardedTarget(model, layout, spec, tokenizer)
     check_target(target)
     return target
+
+
+def end_processes() -> None:
+    """Leaves the process group of a launch, and ends its threads; the last thing that a process of several does.
+
+    A thread of gloo that is still giving back the tensors of a message when Python shuts down aborts the process, and
+    a launch that has done its work would end with an error. The group ends its threads when nothing refers to it any
+    more, so whoever calls this has let go of target and head; what torch keeps of sharded tensors is dropped here.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # private: where it is missing, the threads stay
+    if clear is not None:
+        clear()
+    gc.collect()
 
 
 def _mesh(device: torch.device) -> DeviceMesh:

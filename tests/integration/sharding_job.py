@@ -20,7 +20,7 @@ from specdraft.targets.check import token_batch
 from specdraft.targets.hf import load_target
 from specdraft.train._config import TrainerConfig
 from specdraft.train.inputs import make_accelerator
-from specdraft.train.sharding import ShardedTarget, asks_to_shard, load_sharded
+from specdraft.train.sharding import ShardedTarget, asks_to_shard, end_processes, load_sharded
 from specdraft.train.state import on_main
 
 REQUEST = FeatureRequest((0, 2, 4))
@@ -60,7 +60,6 @@ def main() -> None:
             "after": as_wanted(),
         }
     sys.stdout.write(f"RESULT {json.dumps({'rank': rank, 'found': found})}\n")
-    accelerator.end_training()
 
 
 def _same_layers(sharded: ShardedTarget, whole: Any) -> bool | None:
@@ -87,3 +86,4 @@ def _error_of_one(sharded: ShardedTarget, accelerator: Any) -> str:
 
 if __name__ == "__main__":
     main()
+    end_processes()

@@ -107,6 +107,7 @@ def test_four_processes_equal_one(tmp_path: Path, settings: dict[str, Any], atol
     code, results, err = finish(process)
     assert code == 0, err
     assert [result["state"] for result in results] == [results[0]["state"]] * 4
+    assert [result["threads"] for result in results] == [[]] * 4
     four = weights(load_head(tmp_path / "four/last"))
     for name, value in weights(single.head).items():
         torch.testing.assert_close(four[name], value, atol=atol, rtol=1e-3)

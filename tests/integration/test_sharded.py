@@ -97,6 +97,7 @@ def test_training_is_that_of_one_process(
     code, results, err = finish(process, LIMIT_S)
     assert code == 0, err
     assert [result["state"] for result in results] == [results[0]["state"]] * num_processes
+    assert [result["threads"] for result in results] == [[]] * num_processes
     many = weights(load_head(tmp_path / "many/last"))
     for name, value in weights(one.head).items():
         torch.testing.assert_close(many[name], value, atol=atol, rtol=1e-3)
@@ -175,8 +176,10 @@ def test_accelerate_launch_with_the_shipped_file(tmp_path: Path, monkeypatch: py
     assert code != 0
     assert "specdraft: error: data.regenerate: a sharded target" in err
     assert main(["prepare", *(word for word in arguments if not word.startswith("features"))]) == 0
-    code, _, err = finish(spawn(arguments, launcher=launcher), LIMIT_S)
+    launcher[-1] = str(ROOT / "tests/integration/launch_job.py")
+    code, results, err = finish(spawn(arguments, launcher=launcher), LIMIT_S)
     assert code == 0, err
+    assert [result["threads"] for result in results] == [[], []]
     run = tmp_path / "outputs/two"
     assert json.loads((run / "environment.json").read_text())["processes"] == 2
     saved = read_checkpoint(list_checkpoints(run / "checkpoints")[0])
