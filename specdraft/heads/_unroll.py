@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from specdraft.heads._blocks import DraftLayer
 from specdraft.heads._compiled import CompiledPass
 from specdraft.heads._config import DraftLayerConfig
 from specdraft.heads._dynamic import GrowingTree, likeliest
+from specdraft.heads._sampled import sampled_anchors, share_of
 from specdraft.heads._unroll_batch import grow_batch, propose_batch
 from specdraft.heads._unroll_state import TreeLevel, UnrollState
 from specdraft.heads.base import DraftHead, TokenPicker
@@ -40,12 +41,13 @@ class UnrolledHead(DraftHead):
 
     At unroll step s the row of anchor t has position t + s, sees the step-0 keys of positions up to t and its own keys of
     steps 1..s, which is what it sees when decoding (EAGLE-3, figure 6; the embeddings are the text's tokens, the hidden
-    states its own).
+    states its own). ``keep_ratio``: in training step s goes on from a random share of keep_ratio ** s of the anchors.
     """
 
     layer: DraftLayer
     grows = True
     detach_steps = False
+    keep_ratio = 1.0
 
     def __init__(self, config: DraftLayerConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec)
@@ -74,13 +76,15 @@ class UnrolledHead(DraftHead):
 
     def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """See DraftHead: ``unroll_steps`` steps, step s has offset s + 2."""
-        return self._unroll(batch, embed, unembed, self.unroll_steps)
+        return self._unroll(batch, embed, unembed, self.unroll_steps, self.keep_ratio if self.training else 1.0)
 
     def draft_steps(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """See DraftHead: the unroll to the depth of decoding."""
         return self._unroll(batch, embed, unembed, self.config.num_draft_tokens)
 
-    def _unroll(self, batch: DraftBatch, embed: Embed, unembed: Unembedding, num_steps: int) -> list[DraftStep]:
+    def _unroll(
+        self, batch: DraftBatch, embed: Embed, unembed: Unembedding, num_steps: int, keep_ratio: float = 1.0
+    ) -> list[DraftStep]:
         ids = batch.input_ids.flatten()
         last = ids.numel() - 1
         self.layer.rotary.reserve(batch.input_ids.shape[1] + num_steps)
@@ -95,14 +99,23 @@ class UnrolledHead(DraftHead):
         attention = AnchorAttention(keys, values, layout)
         output = self.recomputed(self._layer_output, attention.frozen(), query, residual)
         steps = [DraftStep(self.readout(output), 2, self.unembedding(unembed))]
+        sampled = sampled_anchors(batch, num_steps, keep_ratio)
         for s in range(1, num_steps):
+            chosen = sampled[s]
+            if chosen is not None:
+                before = sampled[s - 1]
+                rows = chosen if before is None else torch.searchsorted(before, chosen)
+                anchors, anchor_positions, output = anchors[rows], anchor_positions[rows], output[rows]
+                attention = attention.of(rows, AnchorLayout.of(replace(batch, anchors=anchors)))
             tokens = ids[(anchors + 1 + s).clamp(max=last)]
             hidden = self.feedback(output.detach() if self.detach_steps else output)
             x, residual = self.mix(hidden, self._embed(embed, tokens))
             query, key, value = self.layer.project(x, anchor_positions + s)
             attention.append(key, value)
             output = self.recomputed(self._layer_output, attention.frozen(), query, residual)
-            steps.append(DraftStep(self.readout(output), s + 2, self.unembedding(unembed)))
+            steps.append(
+                DraftStep(self.readout(output), s + 2, self.unembedding(unembed), chosen, share_of(batch, chosen))
+            )
         return steps
 
     def _layer_output(self, attention: AnchorAttention, query: Tensor, residual: Tensor) -> Tensor:
@@ -264,6 +277,10 @@ class AnchorLayout:
         visible[flat] = seen
         return cls(flat, visible.view(rows, width, length))
 
+    def bias(self) -> Tensor:
+        """``[B, M, T]`` float32, 0 where the key is visible, else -inf."""
+        return torch.zeros(self.visible.shape, device=self.visible.device).masked_fill_(~self.visible, float("-inf"))
+
 
 class AnchorAttention:
     """Attention of anchors over step-0 keys (masked) and over their own later keys (one per step, the same row only)."""
@@ -273,12 +290,19 @@ class AnchorAttention:
         self.layout = layout
         self.keys = keys.view(rows, length, *keys.shape[1:]).permute(0, 2, 3, 1)  # [B, kv, d, T]
         self.values = values.view(rows, length, *values.shape[1:]).transpose(1, 2)  # [B, kv, T, d]
-        self.bias = torch.zeros(layout.visible.shape, device=keys.device).masked_fill_(~layout.visible, float("-inf"))
+        self.bias = layout.bias()
         self.chain: list[tuple[Tensor, Tensor]] = []
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """The anchors' own key and value of the next step, ``[N, kv_heads, head_dim]`` each."""
         self.chain.append((key, value))
+
+    def of(self, rows: Tensor, layout: AnchorLayout) -> AnchorAttention:
+        """The same attention of some of the anchors: their places ``[n]``, and the layout of them alone."""
+        part = copy(self)
+        part.layout, part.bias = layout, layout.bias()
+        part.chain = [(key.index_select(0, rows), value.index_select(0, rows)) for key, value in self.chain]
+        return part
 
     def frozen(self) -> AnchorAttention:
         """The same attention, which later calls of ``append`` do not reach."""

@@ -12,6 +12,7 @@ from specdraft.core.types import Features, TargetSpec, Unembedding
 from specdraft.heads._blocks import DraftLayer, RMSNorm
 from specdraft.heads._config import FusedLayersConfig, check_layer_init
 from specdraft.heads._fused import FusedFeaturesHead
+from specdraft.heads._sampled import check_shares
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads.base import register_head
 
@@ -30,6 +31,9 @@ class Eagle3Config(FusedLayersConfig):
     """True: the normed output is fed back, which the lm_head reads too (EAGLE-3.1); False: the output before the norm."""
     unroll_steps: int | None = None
     """Depths trained on the head's own states (training-time test); null = num_draft_tokens."""
+    keep_ratio: float = 1.0
+    """Depth k (from 0) is trained from a random share of keep_ratio ** k of the anchors, which stand for all of them; 1 =
+    all."""
     layer_init: str = "auto"
     """What the layer starts from: target = the target's last layer, random, or auto = the target's where it is built
     like the draft layer (the log says which)."""
@@ -37,6 +41,11 @@ class Eagle3Config(FusedLayersConfig):
     def __post_init__(self) -> None:
         FusedLayersConfig.__post_init__(self)
         check_layer_init(self.layer_init)
+        check_shares(keep_ratio=self.keep_ratio)
+        if self.keep_ratio < 1.0 and self.trained_depths == 1:
+            raise ConfigError(
+                f"head.keep_ratio: has no effect where one depth is trained, got {self.keep_ratio}; use 1"
+            )
         if self.unroll_steps is not None and not 1 <= self.unroll_steps <= self.num_draft_tokens:
             raise ConfigError(
                 f"head.unroll_steps: must lie in 1..head.num_draft_tokens ({self.num_draft_tokens}) or be null, "
@@ -69,7 +78,7 @@ class Eagle3Head(FusedFeaturesHead, UnrolledHead):
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
         super().__init__(config, spec)
-        self.layer_init = config.layer_init
+        self.layer_init, self.keep_ratio = config.layer_init, config.keep_ratio
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         self.aux_layers = config.layers_of(spec)
         size = spec.hidden_size

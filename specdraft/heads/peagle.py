@@ -24,6 +24,7 @@ from specdraft.heads._blocks import DraftLayer, RMSNorm
 from specdraft.heads._config import FusedLayersConfig, check_layer_init
 from specdraft.heads._fused import FusedFeaturesHead
 from specdraft.heads._parallel import BlockAttention, BlockState, NormedLayer, ParallelHead
+from specdraft.heads._sampled import check_shares, sampled_anchors, share_of
 from specdraft.heads._unroll import AnchorLayout
 from specdraft.heads.base import register_head
 
@@ -52,9 +53,7 @@ class PEagleConfig(FusedLayersConfig):
             )
         if self.num_layers < 1:
             raise ConfigError(f"head.num_layers: must be at least 1, got {self.num_layers}; use e.g. 4")
-        for name in ("keep_ratio", "keep_floor"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ConfigError(f"head.{name}: must lie in (0, 1], got {getattr(self, name)}; use 1 for all anchors")
+        check_shares(keep_ratio=self.keep_ratio, keep_floor=self.keep_floor)
         check_layer_init(self.layer_init)
 
     def build(self, spec: TargetSpec) -> PEagleHead:
@@ -125,10 +124,12 @@ class PEagleHead(FusedFeaturesHead, ParallelHead):
 
     def forward(self, batch: DraftBatch, embed: Embed, unembed: Unembedding) -> list[DraftStep]:
         """See DraftHead: step k has offset k + 2, from a sample of the anchors in training."""
-        chosen = self._choose(batch.anchors)
+        ratio, depths = self.keep_ratio if self.training else 1.0, self.config.num_draft_tokens
+        chosen = sampled_anchors(batch, depths, ratio, self.keep_floor)
         count, slots, text = batch.anchors.numel(), self.config.num_draft_tokens, batch.input_ids.numel()
         ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
-        masks = [(own, slot) for slot, own in enumerate(chosen) if slot]
+        every = torch.arange(count, device=ids.device)
+        masks = [(every if own is None else own, slot) for slot, own in enumerate(chosen) if slot]
         owner = torch.cat([own for own, _ in masks])
         slot = torch.cat([torch.full_like(own, place) for own, place in masks])
         places = torch.cat([positions, positions[batch.anchors[owner]] + slot])
@@ -153,31 +154,17 @@ class PEagleHead(FusedFeaturesHead, ParallelHead):
             hidden = self.recomputed(through, layer, x if norm is None else norm(hidden), hidden)
         # Nothing reads the other rows of the text behind the last layer.
         wanted = torch.cat([batch.anchors, torch.arange(text, text + owner.numel(), device=ids.device)])
-        whole = BlockAttention(layout, count, inner, torch.cat([torch.arange(count, device=ids.device) * slots, place]))
+        whole = BlockAttention(layout, count, inner, torch.cat([every * slots, place]))
         norm, layer = top
         query, key, value = layer.project(x if norm is None else norm(hidden), places)
         attended = whole(query[wanted], (key[wanted], value[wanted]), (key[:text], value[:text]))
         normed = self.norm(layer.finish(attended, hidden[wanted]))
         parts = normed.split([count, *(own.numel() for own, _ in masks)])
         shared = self.unembedding(unembed)
-        steps = []
-        for k, (own, part) in enumerate(zip(chosen, parts, strict=True)):
-            if own.numel() == count:
-                steps.append(DraftStep(part, k + 2, shared))
-                continue
-            share = torch.full(own.shape, count / own.numel(), device=own.device)
-            steps.append(DraftStep(part, k + 2, shared, own, share))
-        return steps
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _choose(self, anchors: Tensor) -> list[Tensor]:
-        """Places among the N anchors that every depth is trained from, ``[n_k]`` int64 sorted, each among those before."""
-        count = anchors.numel()
-        if not self.training or self.keep_ratio == 1.0:
-            return [torch.arange(count, device=anchors.device)] * self.config.num_draft_tokens
-        order = torch.randperm(count, device=anchors.device)
-        shares = [max(self.keep_ratio**k, self.keep_floor) for k in range(self.config.num_draft_tokens)]
-        return [order[: max(round(count * share), min(count, 1))].sort().values for share in shares]
+        return [
+            DraftStep(part, k + 2, shared, own, share_of(batch, own))
+            for k, (own, part) in enumerate(zip(chosen, parts, strict=True))
+        ]
 
     def unembedding(self, unembed: Unembedding) -> Unembedding:
         """The head's own lm_head, finished (scaled, soft-capped) as the target's logits are."""

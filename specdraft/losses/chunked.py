@@ -15,6 +15,9 @@ from specdraft.core.types import DraftStep, Unembedding
 from specdraft.losses._config import LossConfig
 from specdraft.losses.divergences import Chunk, acceptance, compare
 
+CACHED_ROWS = 32
+"""Rows of some thousand logits that fit a core's cache in float32."""
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -222,7 +225,7 @@ class _Work:
         hits = _is_argmax(logits, top, rows.labels)
         # In the place of the logits, and q = powers / norm only where a product has made them small.
         powers = logits.sub_(top[:, None]).exp_()
-        norm = powers.sum(-1, dtype=torch.float32)
+        norm = _row_sums(powers)
         total = norm.log() + top.float()
         known = (rows.labels >= 0).float() * plan.hard
         index = rows.labels.clamp(min=0)
@@ -285,6 +288,17 @@ def _product(hidden: Tensor, weight: Tensor, unembed: Unembedding) -> Tensor:
     """``[n, H]`` -> ``h W^T + b`` ``[n, D]`` in the dtype of ``hidden``."""
     bias = None if unembed.bias is None else unembed.bias.detach().to(hidden.dtype)
     return F.linear(hidden, weight, bias)
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """``[n, D]`` -> ``[n]`` float32, summed in float32.
+
+    On a CPU such a sum of half-precision values copies all of them to float32 first; a few rows at a time stay in the
+    processor's cache, which takes a twentieth of the time.
+    """
+    if values.device.type != "cpu" or values.dtype == torch.float32:
+        return values.sum(-1, dtype=torch.float32)
+    return torch.cat([part.sum(-1, dtype=torch.float32) for part in values.split(CACHED_ROWS)])
 
 
 def _is_argmax(logits: Tensor, top: Tensor, labels: Tensor) -> Tensor:

@@ -240,6 +240,8 @@ def test_a_chain_is_cut_where_confidence_in_it_ends() -> None:
         ("peagle", {"num_draft_tokens": 1}, "head.num_draft_tokens"),
         ("peagle", {"keep_ratio": 0.0}, "head.keep_ratio"),
         ("peagle", {"layer_init": "x"}, "head.layer_init"),
+        ("eagle3", {"keep_ratio": 1.5}, "head.keep_ratio"),
+        ("eagle3", {"keep_ratio": 0.5, "unroll_steps": 1}, "head.keep_ratio"),
     ],
 )
 def test_bad_settings_name_their_key(kind: str, settings: dict[str, Any], key: str) -> None:

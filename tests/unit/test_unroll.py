@@ -11,6 +11,8 @@ from specdraft.core.types import TokenBatch
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads._vocab import DraftVocab, choose_draft_vocab, coverage
 from specdraft.heads.eagle3 import Eagle3Config
+from specdraft.losses._config import LossConfig
+from specdraft.losses.objectives import Objective, Teacher
 from tests.support import SPEC, World, draft_batch, make_head, token_batch, world
 
 
@@ -83,6 +85,30 @@ def test_unroll_equals_naive_loop(kind: str, settings: dict[str, object], packed
                 torch.testing.assert_close(steps[s].hidden[n], readout, rtol=1e-3, atol=1e-4)
                 compared += 1
     assert compared > 20
+
+
+def test_deeper_steps_go_on_from_fewer_anchors_as_from_all() -> None:
+    """What an anchor drafts does not depend on which others do; the loss is, on the mean, that of all of them."""
+    torch.manual_seed(0)
+    w = world()
+    head = make_head("eagle3", w.spec, num_draft_tokens=4, keep_ratio=0.5).train()
+    assert isinstance(head, UnrolledHead)
+    tokens = token_batch([24, 9], [(4, 24), (3, 9)])
+    tokens.document_ids[0, 15:] = 1
+    batch = draft_batch(w, head, tokens)
+    count = batch.anchors.numel()
+    steps, whole = head(batch, w.embed, w.unembed), head.eval()(batch, w.embed, w.unembed)
+    assert [step.hidden.shape[0] for step in steps] == [round(count * share) for share in (1, 0.5, 0.25, 0.125)]
+    assert all(step.chosen is None for step in [steps[0], *whole, *head.train().draft_steps(batch, w.embed, w.unembed)])
+    for step, every in zip(steps, whole, strict=True):
+        torch.testing.assert_close(step.hidden, every.hidden if step.chosen is None else every.hidden[step.chosen])
+    objective, teacher = Objective(LossConfig()), Teacher(w.unembed, w.unembed, None)
+    wanted = objective(whole, batch, teacher).loss_sum.item()
+    with torch.no_grad():
+        losses = torch.tensor(
+            [objective(head(batch, w.embed, w.unembed), batch, teacher).loss_sum.item() for _ in range(150)]
+        )
+    assert losses.std() > 0 and abs(losses.mean().item() - wanted) < 4 * losses.std().item() / 150**0.5
 
 
 def test_later_tokens_do_not_reach_earlier_anchors() -> None:

@@ -1,0 +1,43 @@
+"""Which anchors every depth is trained from, where deeper depths are trained from a sample of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdraft.core.errors import ConfigError
+from specdraft.core.shapes import fewer_rows
+from specdraft.core.types import DraftBatch
+
+
+def check_shares(**shares: float) -> None:
+    """Raises ConfigError for a share of the anchors that is not in (0, 1]; the names are those of the settings."""
+    for name, value in shares.items():
+        if not 0.0 < value <= 1.0:
+            raise ConfigError(f"head.{name}: must lie in (0, 1], got {value}; use 1 for all anchors")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sampled_anchors(batch: DraftBatch, depths: int, ratio: float, floor: float = 0.0) -> list[Tensor | None]:
+    """For every depth k places among the N anchors of the batch, ``[n_k]`` int64 sorted; None = all of them.
+
+    Depth k draws a share of max(ratio ** k, floor) of the real anchors, each depth among those of the depth before (the
+    conditional drop of tokens of P-EAGLE). On a CPU, where sizes are rounded, it draws a few less.
+    """
+    if ratio == 1.0:
+        return [None] * depths
+    real = batch.drafting.nonzero().flatten()
+    order = real[torch.randperm(real.numel(), device=real.device)]
+    found: list[Tensor | None] = []
+    for k in range(depths):
+        share = max(ratio**k, floor)
+        count = max(round(real.numel() * share), min(real.numel(), 1))
+        found.append(None if share == 1.0 else order[: fewer_rows(count, real.device)].sort().values)
+    return found
+
+
+def share_of(batch: DraftBatch, chosen: Tensor | None) -> Tensor | None:
+    """For how many anchors each of the chosen stands in the loss, ``[n]`` float32; None where all are there."""
+    if chosen is None:
+        return None
+    return torch.full(chosen.shape, float(batch.drafting.sum()) / max(chosen.numel(), 1), device=chosen.device)
