@@ -40,4 +40,4 @@ def share_of(batch: DraftBatch, chosen: Tensor | None) -> Tensor | None:
     """For how many anchors each of the chosen stands in the loss, ``[n]`` float32; None where all are there."""
     if chosen is None:
         return None
-    return torch.full(chosen.shape, float(batch.drafting.sum()) / max(chosen.numel(), 1), device=chosen.device)
+    return (batch.drafting.sum() / max(chosen.numel(), 1)).expand(chosen.shape)
