@@ -135,6 +135,13 @@ def check_layer_init(value: str) -> None:
         raise ConfigError(f"head.layer_init: unknown, got {value!r}; use {', '.join(LAYER_INITS)}")
 
 
+def check_shares(**shares: float) -> None:
+    """Raises ConfigError for a share of the anchors that is not in (0, 1]; the names are those of the settings."""
+    for name, value in shares.items():
+        if not 0.0 < value <= 1.0:
+            raise ConfigError(f"head.{name}: must lie in (0, 1], got {value}; use 1 for all anchors")
+
+
 @dataclass(slots=True, kw_only=True)
 class FusedLayersConfig(DraftLayerConfig):
     """Settings of the kinds that read hidden states of several layers of the target."""

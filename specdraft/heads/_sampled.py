@@ -5,16 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdraft.core.errors import ConfigError
 from specdraft.core.shapes import fewer_rows
 from specdraft.core.types import DraftBatch
-
-
-def check_shares(**shares: float) -> None:
-    """Raises ConfigError for a share of the anchors that is not in (0, 1]; the names are those of the settings."""
-    for name, value in shares.items():
-        if not 0.0 < value <= 1.0:
-            raise ConfigError(f"head.{name}: must lie in (0, 1], got {value}; use 1 for all anchors")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from specdraft.core.errors import ConfigError
 from specdraft.core.types import Features, TargetSpec, Unembedding
 from specdraft.heads._blocks import DraftLayer, RMSNorm
-from specdraft.heads._config import FusedLayersConfig, check_layer_init
+from specdraft.heads._config import FusedLayersConfig, check_layer_init, check_shares
 from specdraft.heads._fused import FusedFeaturesHead
-from specdraft.heads._sampled import check_shares
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads.base import register_head
 

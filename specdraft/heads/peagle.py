@@ -21,10 +21,10 @@ from specdraft.core.types import (
     Unembedding,
 )
 from specdraft.heads._blocks import DraftLayer, RMSNorm
-from specdraft.heads._config import FusedLayersConfig, check_layer_init
+from specdraft.heads._config import FusedLayersConfig, check_layer_init, check_shares
 from specdraft.heads._fused import FusedFeaturesHead
 from specdraft.heads._parallel import BlockAttention, BlockState, NormedLayer, ParallelHead
-from specdraft.heads._sampled import check_shares, sampled_anchors, share_of
+from specdraft.heads._sampled import sampled_anchors, share_of
 from specdraft.heads._unroll import AnchorLayout
 from specdraft.heads.base import register_head
 
