@@ -15,21 +15,8 @@ def padded_size(size: int) -> int:
     These are eight sizes for every doubling. oneDNN, which multiplies in half precision on a CPU, compiles a kernel for every
     shape it meets, which takes longer than the product itself: a few milliseconds to tens of them.
     """
-    step = _step(size)
+    step = max(LEAST, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
-
-
-def fewer_rows(count: int, device: torch.device) -> int:
-    """The most rows up to ``count`` that are a padded size, or ``count`` where it is less than the least one.
-
-    On a device other than a CPU, ``count``. For samples, of which some may be left out.
-    """
-    return count if device.type != "cpu" or count < LEAST else count // _step(count) * _step(count)
-
-
-def _step(size: int) -> int:
-    """How far apart padded sizes are near ``size``."""
-    return max(LEAST, 1 << max(0, size.bit_length() - 4))
 
 
 def padded_rows(rows: Tensor, most: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdraft.core.shapes import LEAST, fewer_rows, padded_rows, padded_size
+from specdraft.core.shapes import LEAST, padded_rows, padded_size
 from specdraft.core.types import DraftStep, Features, Unembedding
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
@@ -23,13 +23,6 @@ def test_a_padded_size_holds_at_most_an_eighth_more_and_there_are_eight_for_a_do
     assert len({padded for size, padded in enumerate(sizes, 1) if 1024 <= size < 2048}) <= 9
     assert padded_size(0) == 0
     assert [padded_size(padded) for padded in sizes] == sizes
-    device = torch.device("cpu")
-    below = [fewer_rows(size, device) for size in range(1, 4096)]
-    assert below[: LEAST - 1] == list(range(1, LEAST)) and set(below[LEAST - 1 :]) <= set(sizes)
-    assert all(
-        size <= count < padded_size(size + 1) for size, count in zip(below[LEAST:], range(LEAST + 1, 4096), strict=True)
-    )
-    assert fewer_rows(100, torch.device("meta")) == 100
 
 
 def test_padded_rows_are_zeros_behind_the_rows() -> None:
