@@ -293,8 +293,8 @@ def _product(hidden: Tensor, weight: Tensor, unembed: Unembedding) -> Tensor:
 def _row_sums(values: Tensor) -> Tensor:
     """``[n, D]`` -> ``[n]`` float32, summed in float32.
 
-    On a CPU such a sum of half-precision values copies all of them to float32 first; a few rows at a time stay in the
-    processor's cache, which takes a twentieth of the time.
+    On a CPU such a sum of half-precision values copies all of them to float32 first: a few rows at a time, so that the copy
+    is small and stays in the processor's cache.
     """
     if values.device.type != "cpu" or values.dtype == torch.float32:
         return values.sum(-1, dtype=torch.float32)
