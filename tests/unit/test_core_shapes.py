@@ -10,6 +10,7 @@ from specdraft.core.types import DraftStep, Features, Unembedding
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
 from specdraft.heads._parallel import choose_anchors
+from specdraft.heads._sampled import sampled_anchors, share_of
 from specdraft.heads.base import head_kinds
 from specdraft.losses._config import LossConfig
 from specdraft.losses.alignment import align, build_draft_batch
@@ -100,3 +101,17 @@ def test_a_sample_of_anchors_leaves_out_those_that_only_pad() -> None:
     drawn = choose_anchors(rounded, most - 1)
     assert drawn is not None
     assert rounded.drafting[drawn[0]].all() and drawn[1].sum() == plain.anchors.numel()
+
+
+def test_deeper_depths_draw_from_real_anchors_in_numbers_that_padding_rounds() -> None:
+    tokens = collate(make_rows(3), 0, [0, 1, 2])
+    batch = build_draft_batch(tokens, Features(torch.zeros(*tokens.input_ids.shape, 4), None), rounded=True)
+    real, padded = int(batch.drafting.sum()), batch.anchors.numel()
+    assert real < padded
+    first, *deeper = sampled_anchors(batch, 3, 0.5)
+    assert first is None and share_of(batch, None) is None
+    for depth, chosen in enumerate(deeper, 1):
+        assert chosen is not None and chosen.numel() == min(round(padded * 0.5**depth), real)
+        assert batch.drafting[chosen].all() and chosen.unique().numel() == chosen.numel()
+        share = share_of(batch, chosen)
+        assert share is not None and share.sum().item() == pytest.approx(real)
