@@ -206,12 +206,14 @@ def measure(cfg: PlanRun, found: Forecast) -> tuple[Measured, Workload]:
         workload = sampled_workload(
             data.lengths, data.manifest["num_supervised_tokens"], sample.data.limit or total, total, found.job
         )
+        if found.schedule.workload.is_prepared:
+            workload = found.schedule.workload
         written = workload.num_rows * workload.answer * (sample.data.limit or total) / total
         peak = peak_memory_bytes(accelerator.device.type == "cuda")
         # Of a sample of which all is one batch, the padding is not that of the run, whose batches are sorted by length.
         own = replace(workload, num_rows=len(workload.lengths))
         estimated = 0.0
-        if cfg.data.answers.head is None:
+        if cfg.data.answers.head is None and not workload.is_prepared:
             estimated = answering_seconds(found.job, found.sizes, own, found.here.machine)
         factor = prepared_s / estimated if estimated else None
         return rates(recorder, prepared_s / max(1.0, written), decode_s, peak, factor), workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,16 +92,21 @@ def cut(ids: Sequence[int], eos: frozenset[int]) -> tuple[list[int], str]:
     return (list(ids), LENGTH) if end is None else (list(ids[: end + 1]), EOS)
 
 
-def answers_identity(config: DataConfig, target: HFTarget | None) -> dict[str, Any]:
-    """All that decides regenerated answers besides tokenizer, template and prompts."""
+def writer_identity(config: DataConfig, target: HFTarget | None) -> dict[str, Any]:
+    """Of the loaded target, where it writes the answers; else nothing."""
+    if config.answers.by != "target" or target is None:
+        return {}
+    return {"target": target.spec.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")}
+
+
+def answers_identity(config: DataConfig, writer: Mapping[str, Any]) -> dict[str, Any]:
+    """All that decides regenerated answers besides tokenizer, template and prompts. writer: see ``writer_identity``."""
     drawn = max([config.temperature, *config.answers.temperatures]) > 0
-    found: dict[str, Any] = {
+    return {
         "by": "target",
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
         "seed": config.seed if drawn else None,
         **config.answers.identity(),
+        **writer,
     }
-    if config.answers.by == "target" and target is not None:
-        found |= {"target": target.spec.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")}
-    return found

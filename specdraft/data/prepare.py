@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 import time
@@ -19,22 +17,21 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.data._config import DataConfig
-from specdraft.data.answering import MakeWriter, answers_identity
+from specdraft.data.answering import MakeWriter, writer_identity
 from specdraft.data.assemble import Job, Rendering, open_jobs, regenerated, totals
-from specdraft.data.chat import ChatRenderer, tokenizer_hash
+from specdraft.data.chat import ChatRenderer
 from specdraft.data.collect import (
     COLLECTED_NAME,
     Collected,
     collect,
     load_collected,
     open_sources,
-    selection_identity,
 )
+from specdraft.data.identity import data_identity, digest
 from specdraft.data.journal import AnswerJournal
 from specdraft.data.local_answers import choose_writer
 from specdraft.data.own_answers import check_rows
 from specdraft.data.prepared import (
-    FORMAT,
     MANIFEST_NAME,
     PreparedData,
     load_prepared,
@@ -126,29 +123,11 @@ class _Work:
     ) -> None:
         self.config, self.renderer, self.target, self.make_writer = config, renderer, target, make_writer
         self.sources = open_sources(config)
-        self.identity = self._identity()
+        self.identity = data_identity(config, renderer, self.sources, writer_identity(config, target))
         self.folder = folder
-        self.place = folder / _digest(self.identity)
+        self.place = folder / digest(self.identity)
         self.unfinished = folder / f".{self.place.name}"
         self.rows = self.unfinished / "rows"
-
-    def _identity(self) -> dict[str, Any]:
-        """All that decides the rows. Data sets with equal identities are the same data set."""
-        config = self.config
-        tokenizer, template = tokenizer_hash(self.renderer.tokenizer), self.renderer.template_hash
-        answers: dict[str, Any] = {"by": "dataset"}
-        if config.regenerate:
-            answers = answers_identity(config, self.target) | {"tokenizer": tokenizer, "template": template}
-        mask = {name: getattr(config, name) for name in ("loss_on", "max_length", "system", "enable_thinking")}
-        return {
-            "format": FORMAT,
-            "selection": selection_identity(config, self.sources),
-            "tokenizer": tokenizer,
-            "template": template,
-            "answers": answers,
-            "mask_options": _digest(mask),
-            **mask,
-        }
 
     def found(self) -> PreparedData | None:
         """The data set where it is prepared.
@@ -230,7 +209,7 @@ class _Work:
         config = self.config
         if not config.regenerate:
             return None
-        journal = AnswerJournal(self.folder / f"answers-{_digest(self.identity['answers'])}", rank)
+        journal = AnswerJournal(self.folder / f"answers-{digest(self.identity['answers'])}", rank)
         writer = choose_writer(config, self.renderer, self.target, self.make_writer)
         regenerate(conversations, self.renderer, writer, journal, config, rank=rank, world_size=world_size)
         if rank == 0 and world_size > 1:
@@ -321,10 +300,6 @@ class _Work:
                     "processes must share the folder"
                 )
             time.sleep(POLL_S)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _remove_partial(folder: Path) -> None:

@@ -18,7 +18,7 @@ from specdraft.plan.memory import Memory, memory
 from specdraft.plan.probe import this_machine
 from specdraft.plan.sizes import TargetSizes, target_sizes
 from specdraft.plan.times import Measured, Times, estimated_times, measured_times
-from specdraft.plan.workload import Schedule, Workload, estimated_workload
+from specdraft.plan.workload import Schedule, Workload, estimated_workload, prepared_workload
 from specdraft.targets.loading import load_tokenizer, resolve_device
 
 TIGHT = 0.9
@@ -177,6 +177,7 @@ def forecast(
 ) -> Forecast:
     """From the settings alone: the sources are read and some conversations rendered, no weights are loaded.
 
+    Rows that are prepared already count as they are.
     ``machines``: beside this one. ``tokenizer``: of the target, where it is at hand. ``resident``: memory of the process
     before anything was loaded; None = as it is now.
 
@@ -184,7 +185,8 @@ def forecast(
         ConfigError, DataError, UnsupportedTargetError: the target or the data cannot be had.
     """
     sizes = target_sizes(job.target)
-    workload = estimated_workload(job, tokenizer or load_tokenizer(job.target))
+    tokenizer = tokenizer or load_tokenizer(job.target)
+    workload = prepared_workload(job, tokenizer) or estimated_workload(job, tokenizer)
     config = job.head
     if config.draft_vocab_coverage is not None:
         size = min(COVERAGE_SIZE, sizes.spec.vocab_size)

@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from specdraft.core.errors import DataError
 from specdraft.data.batching import BatchPlan
 from specdraft.data.chat import ChatRenderer, TemplateRefusedError
+from specdraft.data.identity import find_prepared
 from specdraft.data.sources import Conversation
 from specdraft.plan.job import Job
 from specdraft.plan.sampling import source_sample
+from specdraft.targets.weights import TargetFiles
 
 SAMPLE = 64
 """Conversations that are rendered for an estimate."""
@@ -27,6 +29,7 @@ class Workload:
 
     supervised, prompt, answer: tokens a row: those the loss is on, those read before an answer is written, those the target
     writes (0 where it does not). num_conversations: as the sources have them. origin: where the figures are from.
+    is_prepared: the rows are on the disk.
     """
 
     lengths: list[int]
@@ -36,6 +39,7 @@ class Workload:
     prompt: float
     answer: float
     origin: str
+    is_prepared: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +101,32 @@ def estimated_workload(job: Job, tokenizer: PreTrainedTokenizerBase) -> Workload
         prompt=prompts / count,
         answer=answers / count,
         origin=origin,
+    )
+
+
+def prepared_workload(job: Job, tokenizer: PreTrainedTokenizerBase) -> Workload | None:
+    """Of rows that an earlier run prepared with these settings, all answers written; None = there are none.
+
+    Raises:
+        DataError: a source cannot be read, or the rows are damaged.
+    """
+
+    def fingerprint() -> str:
+        return TargetFiles(job.target.name, job.target.revision).spec().fingerprint
+
+    found = find_prepared(job.data, tokenizer, job.data_dir, fingerprint, job.target.dtype)
+    if found is None:
+        return None
+    supervised = found.manifest["num_supervised_tokens"] / len(found)
+    return Workload(
+        lengths=list(found.lengths),
+        num_rows=len(found),
+        num_conversations=found.manifest["num_conversations"],
+        supervised=supervised,
+        prompt=sum(found.lengths) / len(found) - supervised,
+        answer=0.0,
+        origin="prepared before",
+        is_prepared=True,
     )
 
 

@@ -18,6 +18,7 @@ from specdraft.config.store import compose_config, to_run
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.data._config import DataConfig
 from specdraft.data.feature_layout import kept_counts, row_counts, store_bytes
+from specdraft.data.prepared import load_prepared
 from specdraft.heads.base import DraftHead, head_kinds
 from specdraft.plan import head_cost as costs
 from specdraft.plan import machines, probe
@@ -315,6 +316,25 @@ class TestCommand:
             assert main(["plan", "steps=0", "head=medusa", "machines=[l4]", *experiment_words(workspace)]) == 0
         finally:
             probe.this_machine.cache_clear()
+
+    def test_what_is_prepared_counts_as_it_is(self, workspace: Path, here: Path, capsys: Captured) -> None:
+        words = ["data.regenerate=true"]
+        before = forecast(job(workspace, *words))
+        assert not before.schedule.workload.is_prepared and before.here.times.prepare > 0
+        assert main(["prepare", *experiment_words(workspace), "name=x", *words]) == 0
+        (rows,) = (load_prepared(path.parent) for path in (here / "outputs" / "data").glob("*/manifest.json"))
+        after = forecast(job(workspace, *words))
+        assert after.schedule.workload.lengths == list(rows.lengths)
+        share = rows.manifest["supervised_share"]
+        assert after.schedule.workload.supervised_share == pytest.approx(share)
+        assert after.here.times.prepare == 0
+        capsys.readouterr()
+        assert main(["plan", "steps=12", *experiment_words(workspace), "name=x", *words, "json=-"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["origin"], found["tokens"]) == ("prepared before", sum(rows.lengths))
+        assert found["machines"][0]["seconds"]["prepare"] == 0
+        for other in ("target.dtype=bfloat16", "data.max_new_tokens=7", "data.seed=1 data.limit=3"):
+            assert not forecast(job(workspace, *words, *other.split())).schedule.workload.is_prepared
 
     def test_long_commands_begin_with_the_forecast(self, workspace: Path, here: Path, capsys: Captured) -> None:
         assert main(["prepare", *experiment_words(workspace), "name=x"]) == 0
