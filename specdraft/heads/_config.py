@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from specdraft.core.errors import ConfigError
 
@@ -80,6 +80,21 @@ class HeadConfig:
             raise ConfigError(
                 "head.confidence_head: is trained by loss.terms.confidence alone, got true without it; use loss=dspark"
             )
+
+    def for_target(self, spec: TargetSpec) -> HeadConfig:
+        """These settings with every choice written out that no shape of a weight shows.
+
+        So that a saved head reads what it was trained on, whatever the defaults become.
+
+        Raises:
+            ConfigError: the settings do not fit the target.
+        """
+        return self
+
+    @classmethod
+    def from_saved(cls, settings: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
+        """The settings of a head's file, with what older files left to the defaults of their time."""
+        return dict(settings)
 
     def build(self, spec: TargetSpec) -> DraftHead:
         """The untrained head for a target; every kind overrides this.
@@ -171,6 +186,10 @@ class FusedLayersConfig(DraftLayerConfig):
                 f"head.aux_layers: the target has hidden_states[0..{count}], got {self.aux_layers}; use smaller indices"
             )
         return tuple(self.aux_layers)
+
+    def for_target(self, spec: TargetSpec) -> HeadConfig:
+        """See HeadConfig: the layers."""
+        return replace(self, aux_layers=list(self.layers_of(spec)))
 
     def default_layers(self, count: int) -> list[int]:
         """Of a target with ``count`` layers: the outputs of blocks {2, n/2, n-3} counted from 0 (EAGLE-3)."""

@@ -83,7 +83,7 @@ class DraftHead(nn.Module, ABC):
 
     def __init__(self, config: HeadConfig, spec: TargetSpec) -> None:
         super().__init__()
-        self.config = config
+        self.config = config.for_target(spec)
         self.spec = spec
         self.vocab = DraftVocab(spec.vocab_size, config.draft_vocab_size) if config.draft_vocab_size else None
         self.recompute = False

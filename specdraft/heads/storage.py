@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from specdraft.core.errors import CheckpointError, ConfigError
 from specdraft.core.files import sync
 from specdraft.core.types import AdapterWeights, TargetSpec
-from specdraft.heads.base import DraftHead, head_config
+from specdraft.heads._config import HeadConfig
+from specdraft.heads.base import DraftHead, head_config, head_kinds
 
 FORMAT = 1
 CONFIG_NAME = "config.json"
@@ -166,9 +167,10 @@ def load_head(
     config = read_head_config(folder)
     try:
         settings = {key: value for key, value in config["head"].items() if key != "kind"}
-        head_settings = head_config(config["kind"], settings)
         target: dict[str, Any] = {**config["target"], "eos_token_ids": tuple(config["target"]["eos_token_ids"])}
-        head = head_settings.build(TargetSpec(**target))
+        spec = TargetSpec(**target)
+        kind = head_kinds().get(config["kind"], HeadConfig)
+        head = head_config(config["kind"], kind.from_saved(settings, spec)).build(spec)
     except (ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"head: {CONFIG_NAME} does not describe a head, got {folder} ({error}); save it again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -248,6 +249,8 @@ def test_save_and_load_give_the_same_head(kind: str, settings: dict[str, object]
     assert all(torch.equal(a, b) for a, b in zip(head.state_dict().values(), loaded.state_dict().values(), strict=True))
     ids = token_batch([9], [(0, 0)]).input_ids[0]
     assert torch.equal(propose(w, head, ids, 7, TREE), propose(w, loaded, ids, 7, TREE))
+    saved = json.loads((folder / "config.json").read_text())["head"]
+    assert saved.get("aux_layers", []) == list(head.features().aux_layers)  # not left to a default
 
 
 def test_a_head_without_draft_tokens_is_refused(tmp_path: object) -> None:

@@ -178,8 +178,8 @@ def random_like(tensor: Tensor) -> Tensor:
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 FAULTS: dict[str, Fault] = {
-    "layer ids off by one": ("eagle3", "eagle3", config_fault(set_item(IDS, value=[2, 5, 7]))),
-    "nested ids off by one": ("eagle3", "eagle3", config_fault(set_item("eagle_config", IDS, value=[3, 6, 8]))),
+    "layer ids off by one": ("eagle3", "eagle3", config_fault(set_item(IDS, value=[5, 7, 8]))),
+    "nested ids off by one": ("eagle3", "eagle3", config_fault(set_item("eagle_config", IDS, value=[6, 8, 9]))),
     "layer ids lost": ("eagle3", "eagle3", config_fault(lambda c: [c.pop(IDS), c.pop("eagle_config")])),
     "d2t shuffled": ("eagle3", "eagle3_trio", tensor_fault(set_item("d2t", value=lambda t: t.flip(0)))),
     "d2t of other tokens": ("eagle3", "eagle3_trio", tensor_fault(set_item("d2t", value=torch.zeros_like))),
@@ -219,7 +219,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "trtllm layers off by one": ("trtllm", "eagle3", replace_text("trtllm.yaml", "- 7", "- 8")),
     "trtllm depth": ("trtllm", "eagle3", replace_text("trtllm.yaml", "max_draft_len: 3", "max_draft_len: 2")),
-    "openvino layers off by one": ("openvino", "eagle3", replace_text(SCRIPT, "[2, 5, 7]", "[3, 6, 8]")),
+    "openvino layers off by one": ("openvino", "eagle3", replace_text(SCRIPT, "[5, 7, 8]", "[6, 8, 9]")),
     "random embedding": ("speculators", "eagle3", tensor_fault(set_item("embed_tokens.weight", value=random_like))),
     "embedding lost": ("speculators", "eagle3", tensor_fault(lambda t: t.pop("embed_tokens.weight"))),
     "speculators flag lost": ("speculators", "eagle3", config_fault(lambda c: c.pop("norm_before_residual"))),
@@ -229,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         "eagle3_unordered",
         tensor_fault(lambda t: t.update({"fc_norm.0.weight": t["fc_norm.2.weight"]})),
     ),
-    "speculators ids off by one": ("speculators", "eagle3", config_fault(set_item(IDS, value=[2, 5, 7]))),
+    "speculators ids off by one": ("speculators", "eagle3", config_fault(set_item(IDS, value=[5, 7, 8]))),
     "random mask": ("speculators", "peagle", tensor_fault(set_item("mask_hidden", value=random_like))),
     "mask token off by one": ("speculators", "peagle", config_fault(set_item("mask_token_id", value=lambda i: i - 1))),
     "another row of the table": (
@@ -353,8 +353,8 @@ def test_serve_names_every_reader(heads: dict[str, Path], tmp_path: Path) -> Non
     assert "- the EAGLE code: it always taps layers 2, n/2 and n-3" in text
     assert '"num_speculative_tokens": 3' in text
     config = json.loads((export.folder / "config.json").read_text())
-    assert config[IDS] == [3, 6, 8]
-    assert config["eagle_config"][IDS] == [2, 5, 7]
+    assert config[IDS] == [6, 8, 9]
+    assert config["eagle_config"][IDS] == [5, 7, 8]
     trio = find_format("eagle3").engines(Material(heads["eagle3_trio"]), "./x")
     assert not [engine for engine in trio if engine.reason]
 

@@ -130,9 +130,9 @@ def test_the_layout_of_specforge_and_sglang(target: Path, tmp_path: Path) -> Non
     brought = brought_in(folder, target)
     assert brought.warnings == [
         "its embed_tokens.weight is not the target's embedding and is left out: drafts use the target's, as SGLang's do",
-        "its layer ids are explicit: [2, 5, 7], read as outputs of layers (SGLang, SpecForge)",
+        "its layer ids are explicit: [5, 7, 8], read as outputs of layers (SGLang, SpecForge)",
     ]
-    assert brought.head.features().aux_layers == (3, 6, 8)
+    assert brought.head.features().aux_layers == (6, 8, 9)
 
 
 def test_the_layout_of_speculators(target: Path, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_the_command_says_what_it_assumed(
     printed = capsys.readouterr().out
     assert "layout: EAGLE-3, kind eagle3" in printed
     assert "assumed: the depth of drafts is 4" in printed
-    assert "warning: its layer ids are explicit: [3, 6, 8], read as inputs of layers" in printed
+    assert "warning: its layer ids are explicit: [6, 8, 9], read as inputs of layers" in printed
     assert "written: import-out" in printed
     assert json.loads((tmp_path / "import-out" / "config.json").read_text())["import"]["layout"] == "EAGLE-3"
     assert main(["import", "source=out"]) == 2

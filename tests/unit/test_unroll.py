@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from specdraft.core.types import TokenBatch
 from specdraft.heads._unroll import UnrolledHead
 from specdraft.heads._vocab import DraftVocab, choose_draft_vocab, coverage
 from specdraft.heads.eagle3 import Eagle3Config
+from specdraft.heads.storage import load_head, save_head
 from specdraft.losses._config import LossConfig
 from specdraft.losses.objectives import Objective, Teacher
 from tests.support import SPEC, World, draft_batch, make_head, token_batch, world
@@ -134,10 +138,21 @@ def test_input_noise_is_of_training_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "expected"), [(2, (1,)), (4, (2, 3)), (5, (3,)), (30, (3, 16, 28)), (32, (3, 17, 30))]
+    ("layers", "expected"),
+    [(2, (1,)), (3, (1, 2)), (4, (1, 2, 3)), (6, (3, 4, 5)), (30, (16, 24, 29)), (32, (17, 26, 31))],
 )
 def test_default_layers_are_distinct_and_exist(layers: int, expected: tuple[int, ...]) -> None:
     assert Eagle3Config(kind="eagle3").layers_of(world(num_hidden_layers=layers).spec) == expected
+
+
+def test_a_file_from_before_layers_were_written_reads_those_of_its_time(tmp_path: Path) -> None:
+    head = make_head("eagle3", world(num_hidden_layers=30).spec, num_draft_tokens=2)
+    folder = save_head(head, tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["head"]["aux_layers"] == [16, 24, 29]
+    config["head"]["aux_layers"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_head(folder).features().aux_layers == (3, 16, 28)
 
 
 def test_layers_beyond_the_target_are_refused() -> None:
