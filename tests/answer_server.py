@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         if server.key is not None and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.send({"error": f"no such key: {self.headers.get('Authorization')}"}, 401)
         if fault == "never":
-            server.closing.wait(5)
+            server.closing.wait(60)
             self.close_connection = True
             return None
         if fault == "garbage":

@@ -110,7 +110,7 @@ def test_texts_are_tokenised_again_and_counted(tmp_path: Path) -> None:
 def test_what_fails_once_is_asked_again(fault: Any, tmp_path: Path) -> None:
     with answer_server() as server:
         server.faults, server.spared = [fault, fault], 3
-        run(tmp_path, settings(server, timeout_s=1.5 if fault == "never" else 60.0, probes=1))
+        run(tmp_path, settings(server, timeout_s=4.0 if fault == "never" else 60.0, probes=1))
     check_all_once(tmp_path)
     assert len(server.bodies) == len(TALKS) + 1 + 2
     assert sum(server.served.values()) == len(TALKS) + 1 + (2 if fault == "cut" else 0)
@@ -138,7 +138,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
     with answer_server() as server:
         server.faults, server.spared, server.retry_after = [429, 500, "never"], 3, "0.05"
         begin = time.monotonic()
-        run(tmp_path, settings(server, timeout_s=1.5, probes=1))
+        run(tmp_path, settings(server, timeout_s=4.0, probes=1))
     check_all_once(tmp_path)
     assert time.monotonic() - begin < 30
 
