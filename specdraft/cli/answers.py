@@ -10,6 +10,7 @@ from specdraft.core.errors import ConfigError
 if TYPE_CHECKING:
     from specdraft.data.answering import AnswerWriter, MakeWriter
     from specdraft.data.chat import ChatRenderer
+    from specdraft.decode.proposers import Proposer
     from specdraft.targets.hf import HFTarget
 
 
@@ -39,18 +40,17 @@ def answer_writer(cfg: ExperimentRun, target: HFTarget | None, world_size: int =
 
             return VllmWriter(cfg.data, read_facts(cfg.target, renderer.tokenizer), cfg.target.dtype)
         assert target is not None
-        if answers.head is not None:
-            return _with_head(cfg, answers.head, target)
-        from specdraft.data.local_answers import TargetWriter
+        from specdraft.decode.answers import DecoderWriter
+        from specdraft.decode.engine import SpeculativeDecoder
 
-        return TargetWriter(target, renderer.tokenizer, cfg.data)
+        proposer = None if answers.head is None else _proposer(cfg, answers.head, target)
+        return DecoderWriter(SpeculativeDecoder(target, proposer, target.tokenizer), cfg.data)
 
     return make
 
 
-def _with_head(cfg: ExperimentRun, source: str, target: HFTarget) -> AnswerWriter:
-    from specdraft.decode.answers import DecoderWriter
-    from specdraft.decode.engine import SpeculativeDecoder
+def _proposer(cfg: ExperimentRun, source: str, target: HFTarget) -> Proposer:
+    """Drafts of the head in ``source``."""
     from specdraft.decode.proposers import HeadProposer, draft_tree, head_dtype
     from specdraft.heads.storage import check_head_matches, load_head, read_adapter, resolve_head
 
@@ -62,5 +62,4 @@ def _with_head(cfg: ExperimentRun, source: str, target: HFTarget) -> AnswerWrite
         )
     head = load_head(folder, device=target.device, dtype=head_dtype(cfg.decode, target)).requires_grad_(False)
     check_head_matches(head, target.spec)
-    proposer = HeadProposer(head, target, draft_tree(cfg.decode, head.config.num_draft_tokens))
-    return DecoderWriter(SpeculativeDecoder(target, proposer, target.tokenizer), cfg.data)
+    return HeadProposer(head, target, draft_tree(cfg.decode, head.config.num_draft_tokens))

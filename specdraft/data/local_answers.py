@@ -1,4 +1,4 @@
-"""Answers by the loaded target through its own ``generate``, in batches."""
+"""Answers by the loaded target through its own ``generate``, in batches: of prepare() without a make_writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers by the loaded target through our own decoder, with a head that makes it faster."""
+"""Answers by the loaded target through our own decoder, with or without a head."""
 
 from __future__ import annotations
 
