@@ -21,7 +21,8 @@ fi
 [ "$rows" = all ] || set -- "eval.limit=$rows" "$@"
 specdraft compare "name=${NAME:-recipe_smollm2_compare}" \
   "compare.budget=${BUDGET:-tokens}" "compare.value=$value" \
-  "heads=[medusa, hydra_chain, 'eagle loss=feature', eagle3, 'peagle head.num_layers=2', \
+  "heads=[medusa, hydra_chain, 'eagle loss=feature', \
+'eagle3 optim=muon optim.weight_decay=0.1 loss.step_decay=0.45', 'peagle head.num_layers=2', \
 'dflash head.num_layers=2 head.max_anchors=64', 'mlp optim.lr=5e-3']" \
   "data.sources=[$prompts]" data.max_new_tokens=128 data.generate_batch_size=64 data.batch_size=4 \
   head.num_draft_tokens=5 head.draft_vocab_size=8192 optim.lr=1e-3 \

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-import numpy as np
 
 from specdraft.heads.base import DraftHead
 from specdraft.plan.disk import feature_bytes
@@ -98,19 +97,22 @@ def measured_times(job: Job, head: DraftHead, schedule: Schedule, found: Measure
 
 
 def answering_seconds(job: Job, sizes: TargetSizes, workload: Workload, machine: Machine) -> float:
-    """One device writes the answers of all rows: batches of the longest prompts first, each padded to its longest.
+    """One device reads the prompts one by one and writes the answers of a batch at a time, no place of which stays empty.
 
     0 where the target does not write them, or not on this machine.
     """
     if not workload.answer or job.data.answers.by != "target":
         return 0.0
-    prompts = np.maximum(np.sort(np.array(workload.lengths, np.float64))[::-1] - workload.answer, 1.0)
+    weights = sizes.step_bytes(job.target) / machine.bandwidth
+    read = 0.0
+    for length in workload.lengths:
+        prompt = max(1.0, length - workload.answer)
+        arithmetic = prompt * sizes.forward_flops(prompt / 2, lm_head=False) / machine.flops
+        read += max(weights, arithmetic) + machine.step_s
     batch = min(job.data.generate_batch_size, workload.num_rows)
-    batches = -(-workload.num_rows // batch)
-    first_rows = np.arange(batches) * batch * len(prompts) // workload.num_rows
-    padded = float(prompts[first_rows].sum()) * batch
-    read = padded * sizes.forward_flops(padded / batches / batch / 2, lm_head=False) / machine.flops
-    return read + batches * workload.answer * step_seconds(job, sizes, machine, batch, workload.mean_length)
+    steps = workload.num_rows * workload.answer / batch
+    written = steps * step_seconds(job, sizes, machine, batch, workload.mean_length)
+    return read * workload.num_rows / len(workload.lengths) + written
 
 
 def _measured_answering(workload: Workload, found: Measured, fallback: Times) -> float:

@@ -17,7 +17,9 @@ from specdraft.config.store import compose_config, to_run
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISON = ROOT / "recipes/smollm2_compare"
-RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/run.sh") if path.parent != COMPARISON)
+PEERS = ROOT / "recipes/smollm2_peers"
+SCRIPTS = sorted(path.parent for path in (ROOT / "recipes").glob("*/run.sh"))
+RECIPES = [folder for folder in SCRIPTS if folder not in (COMPARISON, PEERS)]
 
 
 def called_with(recipe: Path, folder: Path, **environment: str) -> list[str]:
@@ -26,7 +28,7 @@ def called_with(recipe: Path, folder: Path, **environment: str) -> list[str]:
     fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     fake.chmod(0o755)
     variables = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **environment}
-    script = [str(recipe / "run.sh"), "trainer.epochs=1" if recipe != COMPARISON else "data.seed=7"]
+    script = [str(recipe / "run.sh"), "trainer.epochs=1" if recipe in RECIPES else "data.seed=7"]
     output = subprocess.run(script, cwd=folder, env=variables, check=True, capture_output=True, text=True).stdout
     words: list[str] = json.loads(output)
     return words
@@ -73,6 +75,26 @@ def test_the_comparison_composes_with_every_kind(size: str, tmp_path: Path) -> N
             lines = (tmp_path / own).read_text().split()
             assert lines == [str(i) for i in range(len(lines))]
             assert len(lines) == (4000 if size == "full" else 200)
+
+
+def test_the_settings_of_the_peers_differ_in_nothing_else(tmp_path: Path) -> None:
+    words = called_with(PEERS, tmp_path)
+    run = to_run("compare", compose_config("compare", prepare_overrides("compare", words[1:])))
+    assert isinstance(run, CompareRun)
+    runs = {one.name: one for one in head_runs(run)}
+    assert list(runs) == ["specdraft", "speculators", "specforge", "eagle"]
+    assert {one.trainer.max_tokens for one in runs.values()} == {812_816}
+    assert {(one.head.kind, one.head.draft_vocab_size, one.head.layer_init) for one in runs.values()} == {
+        ("eagle3", 8192, "auto"),
+        ("eagle3", 8192, "random"),
+    }
+    assert [one.optim.optimizer for one in runs.values()] == ["muon", "muon", "adamw", "adamw"]
+    assert [one.loss.step_decay for one in runs.values()] == [0.45, 1.0, 0.8, 0.8]
+    assert [one.optim.lr for one in runs.values()] == [1e-3, 1e-3, 1e-4, 5e-5]
+    # What this project calls best is one thing in all places.
+    mine, experiment = runs["specdraft"], settings(["run", "experiment=smollm2_eagle3"])
+    assert (mine.optim, mine.loss) == (experiment.optim, experiment.loss)
+    assert mine.head.aux_layers == experiment.head.aux_layers
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)

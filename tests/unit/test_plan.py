@@ -203,15 +203,20 @@ class TestTime:
         half = self.found(job(workspace, "trainer.epochs=2", "trainer.max_minutes=2.5"), head)
         assert half.features + half.training == pytest.approx(150)
 
-    def test_a_sample_of_one_batch_does_not_lend_its_padding_to_the_run(self, workspace: Path) -> None:
-        """64 rows are one batch as wide as the longest; 12,800 are 188 batches of equal rows and 12 long ones."""
+    def test_answers_take_as_long_as_their_prompts_and_their_steps(self, workspace: Path) -> None:
+        """Each prompt is read alone, however long the others are; a batch of any size writes a token of each row a step."""
         planned = job(workspace, "data.generate_batch_size=64")
         found = forecast(planned)
         machine = replace(found.here.machine, flops=1e6, bandwidth=1e15, step_s=0.0)
         sample = Workload([18] * 60 + [98] * 4, 64, 64, 8.0, 15.0, 8.0, "test")
         one = answering_seconds(planned, found.sizes, sample, machine)
         all_rows = answering_seconds(planned, found.sizes, replace(sample, num_rows=12_800), machine)
-        assert 25 < all_rows / one < 100  # 200 times the rows
+        assert all_rows / one == pytest.approx(200)
+        prompts = {n: n * found.sizes.forward_flops(n / 2, lm_head=False) / 1e6 for n in (10, 90)}
+        steps = 8 * 64 * found.sizes.forward_flops(sample.mean_length, lm_head=True) / 1e6
+        assert one == pytest.approx(60 * prompts[10] + 4 * prompts[90] + steps, rel=1e-3)
+        slow = replace(machine, flops=1e18, bandwidth=1e18, step_s=0.5)
+        assert answering_seconds(planned, found.sizes, sample, slow) == pytest.approx(0.5 * (64 + 8), rel=1e-3)
         measured = Measured(0.01, 1e-3, 2e-3, 0.1, 0.0, 18, answers_factor=3.0)
         fallback = replace(found.here.times, prepare=all_rows)
         schedule = Schedule(planned, sample)
