@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-
 from specdraft.heads.base import DraftHead
 from specdraft.plan.disk import feature_bytes
 from specdraft.plan.head_cost import HeadCost
