@@ -3,10 +3,10 @@
     python benchmarks/answers.py speed --heads FOLDER ... [--prompts builtin] [--limit 64] [--batches 8 32] [--depths 1 2 4]
     python benchmarks/answers.py own [--limit 96] [--other FILE.jsonl ...]
 
-``speed`` writes the same answers, prefill included, with ``generate()`` of transformers (data.answers.head=null), with our
-decoder alone, and with our decoder and each head. ``own`` scores answers that the target wrote greedily and at several
-temperatures, and answers of other origin: those of ``--other`` (rows with messages), the target's own with one token in
-eight or twenty replaced by its second choice, and those to other prompts.
+``speed`` writes the same answers, prefill included, with ``generate()`` of transformers, with our decoder alone (what
+``specdraft prepare`` does with data.answers.head=null), and with our decoder and each head. ``own`` scores answers that
+the target wrote greedily and at several temperatures, and answers of other origin: those of ``--other`` (rows with
+messages), the target's own with one token in eight or twenty replaced by its second choice, and those to other prompts.
 """
 
 from __future__ import annotations

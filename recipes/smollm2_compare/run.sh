@@ -11,13 +11,7 @@ prompts=${PROMPTS:-builtin} first=${FIRST:-4000} value=${VALUE:-2000000} rows=al
 if [ "${SIZE:-full}" = small ]; then
   first=${FIRST:-200} value=${VALUE:-60000} rows=8
 fi
-if [ -f "$prompts" ]; then
-  mkdir -p outputs
-  head -n "$first" "$prompts" > "outputs/first_$first.jsonl"
-  prompts="outputs/first_$first.jsonl"
-elif [ "$first" -lt 1000 ]; then
-  set -- "data.limit=$first" "$@"
-fi
+. "$(dirname "$0")/../first_prompts.sh"
 [ "$rows" = all ] || set -- "eval.limit=$rows" "$@"
 specdraft compare "name=${NAME:-recipe_smollm2_compare}" \
   "compare.budget=${BUDGET:-tokens}" "compare.value=$value" \

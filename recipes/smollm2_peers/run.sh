@@ -9,13 +9,7 @@
 # HEADS:   another list of heads, e.g. to train some of them in a second process.
 set -eu
 prompts=${PROMPTS:-builtin} first=${FIRST:-4000}
-if [ -f "$prompts" ]; then
-  mkdir -p outputs
-  head -n "$first" "$prompts" > "outputs/first_$first.jsonl"
-  prompts="outputs/first_$first.jsonl"
-elif [ "$first" -lt 1000 ]; then
-  set -- "data.limit=$first" "$@"
-fi
+. "$(dirname "$0")/../first_prompts.sh"
 # What their files or papers set, where it is a setting here; the layers they fuse by default, and no start from the target.
 theirs='head.layer_init=random head.aux_layers=[3,16,28]'
 ours="eagle3 name=specdraft optim=muon optim.weight_decay=0.1 loss.step_decay=0.45"

@@ -71,6 +71,9 @@ def test_the_comparison_composes_with_every_kind(size: str, tmp_path: Path) -> N
         assert {(one.data.sources[0], one.data.seed, one.head.num_draft_tokens) for one in runs} == {(own, 7, 5)}
         assert {one.trainer.max_tokens for one in runs} == {2_000_000 if size == "full" else 60_000}
         assert runs[0].eval.prompts == ["mt_bench", "humaneval", "gsm8k"]
+        assert runs[0].data.limit == (200 if size == "small" and not source else None)
+        best = settings(["run", "experiment=smollm2_eagle3"])
+        assert (runs[3].optim, runs[3].loss) == (best.optim, best.loss)
         if source:
             lines = (tmp_path / own).read_text().split()
             assert lines == [str(i) for i in range(len(lines))]
