@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,11 @@ import numpy as np
 import torch
 import xxhash
 from numpy.typing import ArrayLike, NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specdraft.core.errors import DataError
 from specdraft.core.files import sync
-from specdraft.data._quantized import Encoded, decode, encode
+from specdraft.data._quantized import channel_scale, decode, encode
 
 FORMAT = "1"
 KINDS = ("last", "aux")
@@ -32,6 +33,7 @@ _DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LARGEST_INT64 = (1 << 63) - 1
 
 
@@ -52,40 +54,45 @@ def row_key(input_ids: ArrayLike, loss_mask: ArrayLike) -> int:
     return digest.intdigest() & _LARGEST_INT64
 
 
-def shard_tensors(rows: Sequence[RowStates], precision: str, hidden_size: int) -> dict[str, Tensor]:
-    """The tensors of a shard that holds ``rows``."""
-    last = encode(torch.cat([row.last for row in rows]), precision, hidden_size)
-    layers = [row.aux for row in rows if row.aux is not None]
-    aux = encode(torch.cat(layers), precision, hidden_size) if layers else None
-    tensors = _named("last", last) | (_named("aux", aux) if aux is not None else {})
+@dataclass(frozen=True)
+class ShardContent:
+    """What a shard holds. states: the codes of every row by kind, ``[n_i, W]`` each; table: all else by name.
+
+    The table is every other tensor of the file, the scales of states included; ``sums`` are filled in by ``write_shard``.
+    """
+
+    states: dict[str, list[Tensor]]
+    table: dict[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the shard takes, its header estimated from above."""
+        tensors = [*self.table.values(), *(codes for parts in self.states.values() for codes in parts)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 2048
+
+
+def shard_content(rows: Sequence[RowStates], precision: str, hidden_size: int) -> ShardContent:
+    """The content of a shard of ``rows``; states that have the dtype of the precision are not copied."""
     counts = [(row.last.shape[0], 0 if row.aux is None else row.aux.shape[0]) for row in rows]
-    sums, ends = [], [0, 0]
-    for own in counts:
-        spans = [(end, end + count) for end, count in zip(ends, own, strict=True)]
-        sums.append(_row_sum(tensors, spans))
-        ends = [stop for _, stop in spans]
-    tensors["rows"] = torch.tensor([row.row for row in rows])
-    tensors["keys"] = torch.tensor([row.key for row in rows])
-    tensors["sums"] = torch.tensor(sums)
-    tensors["last_counts"] = torch.tensor([last for last, _ in counts], dtype=torch.int32)
-    tensors["aux_counts"] = torch.tensor([aux for _, aux in counts], dtype=torch.int32)
-    return tensors
-
-
-def _named(name: str, encoded: Encoded) -> dict[str, Tensor]:
-    found = {name: encoded.codes, f"{name}_scale": encoded.scale, f"{name}_channel": encoded.channel}
-    return {key: tensor.contiguous() for key, tensor in found.items() if tensor is not None}
-
-
-def _row_sum(tensors: dict[str, Tensor], spans: Sequence[tuple[int, int]]) -> int:
-    """Checksum of a row: of its codes and scales. spans: its positions, of ``last`` and of ``aux``."""
-    parts = [
-        _bytes(tensors[key][start:stop])
-        for name, (start, stop) in zip(KINDS, spans, strict=True)
-        for key in (name, f"{name}_scale")
-        if key in tensors and stop > start
-    ]
-    return _sum_of(parts)
+    table = {
+        "rows": torch.tensor([row.row for row in rows]),
+        "keys": torch.tensor([row.key for row in rows]),
+        "sums": torch.zeros(len(rows), dtype=torch.int64),
+        "last_counts": torch.tensor([last for last, _ in counts], dtype=torch.int32),
+        "aux_counts": torch.tensor([aux for _, aux in counts], dtype=torch.int32),
+    }
+    states = {"last": [row.last for row in rows], "aux": [row.aux for row in rows if row.aux is not None]}
+    found = {}
+    for name, parts in states.items():
+        if not parts:
+            continue
+        channel = channel_scale(parts, precision, hidden_size)
+        encoded = [encode(part, precision, channel, hidden_size) for part in parts]
+        found[name] = [codes.contiguous() for codes, _ in encoded]
+        if channel is not None:
+            scales = [scale for _, scale in encoded if scale is not None]
+            table |= {f"{name}_channel": channel, f"{name}_scale": torch.cat(scales)}
+    return ShardContent(found, table)
 
 
 def _sum_of(parts: Iterable[Any]) -> int:
@@ -100,36 +107,68 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _digest(tensors: dict[str, Tensor], names: Sequence[str]) -> str:
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Checksum of the table: of the tensors that ``TABLE`` names, where they are there."""
     digest = xxhash.xxh3_128()
-    for name in names:
-        digest.update(f"{name} {list(tensors[name].shape)} {tensors[name].dtype}".encode())
-        digest.update(_bytes(tensors[name]))
+    for name in TABLE:
+        if name in tensors:
+            digest.update(f"{name} {list(tensors[name].shape)} {tensors[name].dtype}".encode())
+            digest.update(_bytes(tensors[name]))
     return digest.hexdigest()
 
 
-def tensor_bytes(tensors: dict[str, Tensor]) -> int:
-    """What a shard of these tensors takes, its header estimated from above."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + 2048
+def _header(content: ShardContent, store: str) -> bytes:
+    """The beginning of the safetensors file: lengths, dtypes and places of its tensors, the table's before the states.
+
+    Its length does not depend on what the sums are.
+    """
+    metadata = {"format": FORMAT, "store": store, "table": _digest(content.table)}
+    described: dict[str, Any] = {"__metadata__": metadata}
+    shapes = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in content.table.items()}
+    for name, parts in content.states.items():
+        shapes[name] = (parts[0].dtype, [sum(len(part) for part in parts), parts[0].shape[1]])
+    start = 0
+    for name, (dtype, shape) in shapes.items():
+        stop = start + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(temporary: Path, path: Path, tensors: dict[str, Tensor], store: str) -> None:
+def write_shard(temporary: Path, path: Path, content: ShardContent, store: str) -> None:
     """Writes a shard that appears at ``path`` whole or not at all, and is on the disk when this returns.
+
+    The safetensors library writes whole tensors, which would have to be put together first: here the states of the rows go
+    to the file as they lie, each summed while it is in the processor's cache, and the table in front of them comes last.
 
     store: digest of the identity of its store.
 
     Raises:
-        OSError, SafetensorError: it cannot be written; ``temporary`` may be left.
+        OSError: it cannot be written; ``temporary`` may be left.
     """
-    names = sorted(tensors)
-    described = {
-        "format": FORMAT,
-        "store": store,
-        "table": _digest(tensors, [name for name in TABLE if name in tensors]),
-        "digest": _digest(tensors, names),
-    }
-    save_file(tensors, temporary, metadata=described)
-    sync(temporary)
+    table = content.table
+    sums = [xxhash.xxh3_64() for _ in range(table["rows"].numel())]
+    with temporary.open("wb") as file:
+        file.seek(len(_header(content, store)) + sum(len(_bytes(tensor)) for tensor in table.values()))
+        for name, parts in content.states.items():
+            owners = [digest for digest, count in zip(sums, table[f"{name}_counts"].tolist(), strict=True) if count]
+            start = 0
+            for digest, part in zip(owners, (part for part in parts if len(part)), strict=True):
+                codes, stop = _bytes(part), start + len(part)
+                digest.update(codes)
+                if f"{name}_scale" in table:
+                    digest.update(_bytes(table[f"{name}_scale"][start:stop]))
+                file.write(codes)
+                start = stop
+        table["sums"].copy_(torch.tensor([digest.intdigest() & _LARGEST_INT64 for digest in sums]))
+        file.seek(0)
+        file.write(_header(content, store))
+        for tensor in table.values():
+            file.write(_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
     temporary.rename(path)
     sync(path.parent)
 
@@ -144,15 +183,13 @@ class Shard:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._tensors, metadata = _mapped(self._map)
-            table = [name for name in TABLE if name in self._tensors]
-            broken = metadata["table"] != _digest(self._tensors, table)
+            broken = metadata["table"] != _digest(self._tensors)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise shard_error(path, f"cannot be read ({' '.join(str(error).split()) or 'it is empty'})") from error
         if metadata.get("format") != FORMAT or metadata.get("store") != store:
             raise shard_error(path, "belongs to another store")
         if broken:
             raise shard_error(path, "has a table that is not what was written")
-        self._digest = metadata["digest"]
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._layout = {
             name: (tensor.data_ptr() - self._bytes.ctypes.data, tensor.shape[1] * tensor.element_size())
@@ -195,6 +232,10 @@ class Shard:
             begin = first // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
+    def _is_intact(self, slot: int) -> bool:
+        pieces = self._pieces(slot).values()
+        return _sum_of(self._bytes[first:end] for first, end in pieces) == self._sums[slot]
+
     def read(self, slot: int, last: Tensor, aux: Tensor | None) -> None:
         """The states of the row at ``slot`` into ``last`` ``[n, H]`` and ``aux`` ``[m, A*H]``, in their dtype.
 
@@ -202,7 +243,7 @@ class Shard:
             DataError: the row is not what was written.
         """
         pieces = self._pieces(slot)
-        if _sum_of(self._bytes[first:end] for first, end in pieces.values()) != self._sums[slot]:
+        if not self._is_intact(slot):
             raise shard_error(self.path, f"holds row {int(self.rows[slot])} otherwise than it was written")
         for name, out, (start, stop) in zip(KINDS, (last, aux), self._spans(slot), strict=True):
             if out is None or stop == start:
@@ -222,9 +263,8 @@ class Shard:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def is_whole(self) -> bool:
-        """Whether every byte is what was written; reads all of it."""
-        names = sorted(self._tensors)
-        whole = _digest(self._tensors, names) == self._digest
+        """Whether every row is what was written; reads all of it. The table was checked when the shard was opened."""
+        whole = all(self._is_intact(slot) for slot in range(self.rows.numel()))
         self.forget_pages()
         return whole
 

