@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdraft.core.errors import DataError
 from specdraft.core.files import sync
-from specdraft.data._quantized import channel_scale, decode, encode
+from specdraft.data._quantized import decode, encode
 
 FORMAT = "1"
 KINDS = ("last", "aux")
@@ -86,12 +86,10 @@ def shard_content(rows: Sequence[RowStates], precision: str, hidden_size: int) -
     for name, parts in states.items():
         if not parts:
             continue
-        channel = channel_scale(parts, precision, hidden_size)
-        encoded = [encode(part, precision, channel, hidden_size) for part in parts]
-        found[name] = [codes.contiguous() for codes, _ in encoded]
-        if channel is not None:
-            scales = [scale for _, scale in encoded if scale is not None]
-            table |= {f"{name}_channel": channel, f"{name}_scale": torch.cat(scales)}
+        encoded = encode(parts, precision, hidden_size)
+        found[name] = [codes.contiguous() for codes in encoded.codes]
+        if encoded.scale is not None and encoded.channel is not None:
+            table |= {f"{name}_channel": encoded.channel, f"{name}_scale": encoded.scale}
     return ShardContent(found, table)
 
 
@@ -234,7 +232,7 @@ class Shard:
 
     def _is_intact(self, slot: int) -> bool:
         pieces = self._pieces(slot).values()
-        return _sum_of(self._bytes[first:end] for first, end in pieces) == self._sums[slot]
+        return bool(_sum_of(self._bytes[first:end] for first, end in pieces) == self._sums[slot])
 
     def read(self, slot: int, last: Tensor, aux: Tensor | None) -> None:
         """The states of the row at ``slot`` into ``last`` ``[n, H]`` and ``aux`` ``[m, A*H]``, in their dtype.

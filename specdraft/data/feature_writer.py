@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.core.files import write_json
+from specdraft.core.threads import background_thread
 from specdraft.core.types import Features, TokenBatch
 from specdraft.data._quantized import DTYPES, LARGEST
 from specdraft.data.feature_layout import CODE_BYTES, Places, kept_positions
@@ -121,7 +122,7 @@ class FeatureWriter:
         self._rows: list[RowStates] = []
         self._filled = 0
         self._pending: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="features")
+        self._pool = background_thread("features")
         self._lock = FileLock(folder / f"writer-{rank:04d}.lock")
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from typing import Generic, TypeVar
 
+from specdraft.core.threads import background_thread
 from specdraft.core.types import TokenBatch
 from specdraft.data.batching import MicroBatch, collate
 from specdraft.data.features import FeatureMemory
@@ -70,7 +70,7 @@ class Ahead(Generic[T, R]):
 
     def __init__(self, items: Iterator[T], make: Callable[[T], R], depth: int) -> None:
         self._items, self._make = items, make
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._pool = background_thread("prefetch")
         self._results = deque(self._pool.submit(self._next) for _ in range(depth))
 
     def _next(self) -> R | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdraft.core.errors import ConfigError, DataError
 from specdraft.core.types import FeatureRequest
 from specdraft.data._features_config import PRECISIONS, FeaturesConfig
-from specdraft.data._quantized import DTYPES, channel_scale, decode, encode
+from specdraft.data._quantized import DTYPES, decode, encode
 from specdraft.data.batching import collate
 from specdraft.data.chat import TokenRow
 from specdraft.data.feature_capture import capture_rows, check_producer, fill_store
@@ -130,11 +130,10 @@ def test_a_precision_keeps_what_it_promises(precision: str, tolerance: float) ->
     states = torch.randn(200, 128) * torch.logspace(-1, 1.5, 128)
     states[3] *= 300.0
     states[7] = 0.0
-    channel = channel_scale([states[:50], states[50:]], precision, 64)
-    codes, scale = encode(states, precision, channel, 64)
-    assert codes.dtype == DTYPES[precision]
+    encoded = encode([states[:50], states[50:]], precision, 64)
+    assert [codes.shape[0] for codes in encoded.codes] == [50, 150] and encoded.codes[0].dtype == DTYPES[precision]
     found = torch.empty_like(states)
-    decode(codes, scale, channel, found)
+    decode(torch.cat(encoded.codes), encoded.scale, encoded.channel, found)
     error = (found - states).norm(dim=-1) / states.norm(dim=-1).clamp(min=1e-6)
     assert float(error.max()) < tolerance
     assert not found[7].any()
