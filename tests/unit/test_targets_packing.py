@@ -11,7 +11,15 @@ from specdraft.targets import packing
 from specdraft.targets.packing import pack_linears
 from tests.tiny import tiny_models, tiny_target
 
-ROWS = (1, 2, 3, 7, 8, 16, 17, 64, 65)
+ROWS = (1, 2, 3, 7, 8, 16, 17, 64, 65, 256, 257)
+
+
+@pytest.fixture(params=["intel", "amd"], autouse=True)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both choices of kernels are right on every machine; they differ in speed only."""
+    monkeypatch.setattr(packing, "_is_amd", lambda: request.param == "amd")
+    name: str = request.param
+    return name
 
 
 def frozen_linear(dtype: torch.dtype, bias: bool = True) -> nn.Sequential:
@@ -49,6 +57,7 @@ def count_products(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[in
 
 @pytest.mark.skipif(torch.float32 not in packing._kernels(), reason="this torch has no packed fp32 kernel")
 def test_packed_kernel_runs_only_without_gradients_and_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = packing._kernels()[torch.float32]
     model = frozen_linear(torch.float32)
     pack_linears(model)
     calls = count_products(model, monkeypatch)
@@ -57,13 +66,22 @@ def test_packed_kernel_runs_only_without_gradients_and_for_few_rows(monkeypatch:
     assert x.grad is not None
     assert calls == []
     with torch.no_grad():
-        model(torch.randn(17, 40))
-        model(torch.randn(1, 40))
+        model(torch.randn(kernel.max_rows + 1, 40))
+        model(torch.randn(kernel.min_rows - 1, 40))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert model(torch.randn(4, 40)).dtype == torch.bfloat16
         assert calls == []
         model(torch.randn(2, 4, 40))
-    assert calls == [8]
+        model(torch.randn(kernel.min_rows, 40))
+        model(torch.randn(kernel.max_rows, 40))
+    assert calls == [8, kernel.min_rows, kernel.max_rows]
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
+def test_the_fp32_kernel_is_the_processors(processor: str) -> None:
+    """Single rows are packed where the plain product is slow at them."""
+    kernel = packing._kernels()[torch.float32]
+    assert (kernel.pack is packing._pack_onednn, kernel.min_rows) == ((True, 1) if processor == "amd" else (False, 4))
 
 
 @pytest.mark.skipif(torch.float32 not in packing._kernels(), reason="this torch has no packed fp32 kernel")
